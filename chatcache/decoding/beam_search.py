@@ -261,10 +261,10 @@ class BeamGroup:
         """Return the ranked continuations without those that are banned, and without reports."""
         # All beams have the same length. A grammar mask has already excluded the banned ids.
         banned = self._rules.banned_ids(self.beams[0].progress) if self._constraint is None else ()
-        best: list[Continuation] = list(zip(owners, ids, totals, repeat(None)))  # the shortest ends it
-        if banned or not totals or totals[-1] == -inf:
-            best = [each for each in best if each[2] > -inf and each[1] not in banned]
-        return best[: self._num_ranked]
+        if not banned and totals and totals[-1] > -inf:
+            return list(zip(owners[: self._num_ranked], ids, totals, repeat(None)))  # the shortest ends it
+        best: list[Continuation] = list(zip(owners, ids, totals, repeat(None)))
+        return [each for each in best if each[2] > -inf and each[1] not in banned][: self._num_ranked]
 
     @property
     def max_ranked(self) -> int:
@@ -280,10 +280,11 @@ def rank_together(
     Shapes: [group, beam, draw]. Yields for each group the beams, tokens and sums of its best continuations, best first.
     """
     sums = logprobs + np.array([[beam.total for beam in group.beams] for group in groups], np.float32)[:, :, None]
-    num_groups, _, width = tokens.shape
-    sums, ids, at = sums.reshape(num_groups, -1), tokens.reshape(num_groups, -1), np.arange(num_groups)[:, None]
-    order = (-sums).argsort(axis=1, kind="stable")[:, : max(group.max_ranked for group in groups)]
-    lists = (order // max(width, 1)).tolist(), ids[at, order].tolist(), sums[at, order].tolist()
+    num_groups, num_beams, width = tokens.shape
+    order = (-sums.reshape(num_groups, -1)).argsort(axis=1, kind="stable")
+    order = order[:, : max(group.max_ranked for group in groups)]
+    at = order + np.arange(num_groups)[:, None] * (num_beams * width)
+    lists = (order // max(width, 1)).tolist(), tokens.take(at).tolist(), sums.take(at).tolist()
     return zip(*lists, strict=True)
 
 
@@ -414,7 +415,7 @@ class BeamStrategy:
             )  # no beam is left and no hypothesis was found
         nodes = list(dict.fromkeys([beam.node for beam in beams]))
         actions = self._branches.reassign(nodes, has_ended=self._tree.has_ended)
-        outputs = [*self._emit_common_prefix(len(beams))] if beams else [*self._final_outputs()]
+        outputs = self._emit_common_prefix(len(beams)) if beams else [*self._final_outputs()]
         if self._params.stream_beams and beams:
             outputs.append(_live_beams(beams))
         return Advance(actions, tuple(outputs), not beams, msgspec.msgpack.encode(selected))
@@ -428,16 +429,15 @@ class BeamStrategy:
             if hypothesis not in self._returnable:
                 self._tree.release(hypothesis.node)
 
-    def _emit_common_prefix(self, num_beams: int) -> Iterator[Output]:
+    def _emit_common_prefix(self, num_beams: int) -> list[Output]:
         """Emit the common prefix to every candidate that is certain to exist."""
         num_kept = sum(len(group.hypotheses.best) for group in self._groups)
         self._num_streamed = max(self._num_streamed, min(self._num_returned, num_beams + num_kept))
         node = self._tree.advance_common_prefix()
         if self._streamed == (node, self._num_streamed):
-            return
+            return []
         self._streamed = node, self._num_streamed
-        for index in range(self._num_streamed):
-            yield from self._stream.emit(index, node)
+        return [emit for index in range(self._num_streamed) for emit in self._stream.emit(index, node)]
 
     def _final_outputs(self) -> Iterator[Output]:
         for index, hypothesis in enumerate(self._returnable):

@@ -5,8 +5,7 @@ For a token that occurs `c` times in the output (`seen`: in the prompt or output
     l = l / repetition if l > 0 else l * repetition        if seen      (CTRL, Keskar et al. 2019; as transformers)
     l = l + bias - presence * [c > 0] - frequency * c                   (as OpenAI)
 
-and -inf while the token is banned (`min_tokens`, bad words, repeated n-grams). A step costs one table update, and a
-copy of the table only if the penalty of a token that is already in it changes.
+and -inf while the token is banned (`min_tokens`, bad words, repeated n-grams). A step costs one table update.
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ import numpy as np
 
 from chatcache.decoding.token_bans import TokenBans
 from chatcache.types.actions import LogitChanges
-from chatcache.types.plan import F32, I32
+from chatcache.types.plan import EditTable, edit_table
 from chatcache.types.request import DecodingParams
-
-Edit = tuple[I32, F32, F32]
 
 
 class LogitEdits:
     """Edit table of one branch.
 
-    Rows [0, size) are in use, and their ids are unique. Rows that an `edit` has returned are never changed: the plan
-    keeps them. A token is appended behind them, and a change of a row copies its column.
+    Rows [0, size) are in use, and their ids are unique. An `edit` is a view of them, which the next `record` changes:
+    the step that it was planned for is over then, as a branch has one token per step.
     """
 
     def __init__(self, params: DecodingParams, prompt: Sequence[int], bannable: Sequence[int] = ()) -> None:
@@ -48,13 +45,12 @@ class LogitEdits:
         self._size = len(ids)
         self._row = {token: row for row, token in enumerate(ids)}
         self._bannable = np.array([self._row[token] for token in bannable], dtype=np.intp)
-        self._ids: I32 = np.array(ids, dtype=np.int32)
-        self._scale: F32 = np.ones(len(ids), dtype=np.float32)
-        self._scale[: len(seen)] = self._repetition
         self._bias = bias
-        self._add: F32 = np.array([bias.get(token, 0.0) for token in ids], dtype=np.float32)
-        self._counts = [0] * len(ids)  # by row: how often the token occurs in the output
-        self._edit: Edit | None = None  # the last one returned, while it is valid
+        self._num_initial = len(ids)
+        self._counts: dict[int, int] = {}  # by row: occurrences in the output, if not 0 of initial and 1 of later rows
+        self._set_table(edit_table(ids, 1.0, [bias.get(token, 0.0) for token in ids]))
+        self._scale[: len(seen)] = self._repetition
+        self._edit: EditTable | None = None  # the last one returned, while it is valid
         self._is_banned = False  # in the last one
 
     @property
@@ -81,8 +77,8 @@ class LogitEdits:
             return self
         copied = copy(self)
         copied._bans = None if self._bans is None else self._bans.fork()
-        copied._row, copied._counts = dict(self._row), self._counts[:]
-        copied._ids, copied._scale, copied._add = self._ids.copy(), self._scale.copy(), self._add.copy()
+        copied._row, copied._counts = dict(self._row), dict(self._counts)
+        copied._set_table(self._table.copy())
         copied._edit = None
         return copied
 
@@ -92,65 +88,51 @@ class LogitEdits:
             self._bans.record(token)
         if not self._counting:
             return
-        size = self._size
+        size, self._edit = self._size, None
         row = self._row.setdefault(token, size)
         if row == size:  # it was not in the table, and has no bias
             if size == len(self._ids):
                 self._grow()
             self._ids[size] = token
-            self._counts.append(1)
-            self._size, self._edit = size + 1, None
+            self._size = size + 1
             return
-        count = self._counts[row] = self._counts[row] + 1
-        add = self._bias.get(token, 0.0) - self._presence - self._frequency * count
-        if count == 1 and self._scale[row] != self._repetition:
-            self._scale = self._scale.copy()
-            self._scale[row] = self._repetition
-            self._edit = None
-        if self._add[row] != add:
-            self._add = self._add.copy()
-            self._add[row] = add
-            self._edit = None
+        count = self._counts[row] = self._counts.get(row, row >= self._num_initial) + 1
+        self._scale[row] = self._repetition
+        self._add[row] = self._bias.get(token, 0.0) - self._presence - self._frequency * count
 
     def changes(self) -> LogitChanges:
         """Return the edit of a branch without bans and masks."""
-        edit = self._edit
-        if edit is None and (size := self._size):
-            edit = self._edit = self._ids[:size], self._scale[:size], self._add[:size]
-        return edit, None
+        size = self._size
+        return self._table[:size] if size else None, None
 
-    def edit(self, *, ban: bool) -> Edit | None:
-        """Return (ids, scale, add), each [num_edited]; None without edits."""
+    def edit(self, *, ban: bool) -> EditTable | None:
+        """Return the rows in use; None without edits."""
         edit, size = self._edit, self._size
         if edit is None or ban != self._is_banned:
             edit = None
             if size and (ban or self._always_applies):
-                add = self._add[:size]
+                edit = self._table[:size]
                 if ban:
-                    add = add.copy()
-                    add[self._bannable] = -np.inf
-                edit = self._edit = self._ids[:size], self._scale[:size], add
-                self._is_banned = ban
+                    edit = edit.copy()
+                    edit["add"][self._bannable] = -np.inf
+                self._edit, self._is_banned = edit, ban
         banned = self._bans.banned_ids() if self._bans is not None else None
         return _with_bans(edit, banned) if banned else edit
 
     def _grow(self) -> None:
-        room = max(16, self._size)
-        self._ids = np.concatenate((self._ids, np.zeros(room, dtype=np.int32)))
-        self._scale = np.concatenate((self._scale, np.full(room, self._repetition, dtype=np.float32)))
-        self._add = np.concatenate((self._add, np.full(room, self._first_add, dtype=np.float32)))
+        more = edit_table(np.zeros(max(16, self._size)), self._repetition, self._first_add)
+        self._set_table(np.concatenate((self._table, more)))
+
+    def _set_table(self, table: EditTable) -> None:
+        self._table = table
+        self._ids, self._scale, self._add = table["ids"], table["scale"], table["add"]
 
 
-def _with_bans(edit: Edit | None, banned: set[int]) -> Edit:
+def _with_bans(edit: EditTable | None, banned: set[int]) -> EditTable:
     """Return an edit that also bans these ids."""
     new = np.array(sorted(banned), dtype=np.int32)
     if edit is None:
-        return new, np.ones(len(new), np.float32), np.full(len(new), -np.inf, np.float32)
-    ids, scale, add = edit
-    add = np.where(np.isin(ids, new), np.float32(-np.inf), add)
-    new = new[~np.isin(new, ids)]
-    return (
-        np.concatenate((ids, new)),
-        np.concatenate((scale, np.ones(len(new), np.float32))),
-        np.concatenate((add, np.full(len(new), -np.inf, np.float32))),
-    )
+        return edit_table(new, 1.0, -np.inf)
+    edit = edit.copy()
+    edit["add"][np.isin(edit["ids"], new)] = -np.inf
+    return np.concatenate((edit, edit_table(new[~np.isin(new, edit["ids"])], 1.0, -np.inf)))

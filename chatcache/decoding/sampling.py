@@ -261,7 +261,7 @@ class SamplingStrategy:
         candidate.score += logprob
         ended = self._advance_state(candidate, token)
         logprobs = (TokenLogprob(logprob, drawn.top),) if self._num_top is not None else ()
-        outputs.append(Emit(candidate.index, (token,), logprobs, candidate.score))
+        outputs.append(Emit(candidate.index, drawn.tokens[:1], logprobs, candidate.score))
         if ended is not None:
             outputs.append(Finish(candidate.index, ended.finish_reason, ended.stop_reason, candidate.score))
         return ended is None

@@ -11,7 +11,7 @@ from chatcache.decoding.grammar.compiler import to_bitmask
 from chatcache.decoding.grammar.state import Constraint, GrammarState
 from chatcache.decoding.stopping import StopProgress, StopRules
 from chatcache.types.actions import LogitChanges
-from chatcache.types.plan import F32, I32, U32
+from chatcache.types.plan import U32, EditTable
 from chatcache.types.request import DecodingParams
 
 
@@ -85,7 +85,7 @@ class TokenMasks:
         return self._constraint is None and self._allowed is None and self._thinking is None
 
     def changes(
-        self, edit: tuple[I32, F32, F32] | None, grammar_state: GrammarState | None, progress: StopProgress
+        self, edit: EditTable | None, grammar_state: GrammarState | None, progress: StopProgress
     ) -> LogitChanges:
         """Return the edit and the mask of a branch; a forced token is drawn without an edit."""
         forced = None if self._thinking is None else self._thinking.mask(progress.thought)

@@ -13,7 +13,7 @@ Every node is added and removed at most once and the common prefix only grows, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -109,16 +109,16 @@ class CandidateStream:
         self._last_path: tuple[Node, Node, tuple[int, ...], tuple[TokenLogprob, ...]] = (tree.root, tree.root, (), ())
         self._with_logprobs = with_logprobs
 
-    def emit(self, index: int, node: Node) -> Iterator[Emit]:
+    def emit(self, index: int, node: Node) -> tuple[Emit, ...]:
         """Emit the tokens of candidate `index` down to `node` that were not emitted before."""
         above, self._emitted[index] = self._emitted[index], node
         if above is node:
-            return
+            return ()
         if self._last_path[:2] != (above, node):  # usually several candidates in turn get the same tokens
             path = node.path_below(above)
             entries = tuple(step.logprob for step in path if step.logprob is not None) if self._with_logprobs else ()
             self._last_path = above, node, tuple(step.token for step in path), entries
-        yield Emit(index, *self._last_path[2:])
+        return (Emit(index, *self._last_path[2:]),)
 
 
 class BranchReassignment:
@@ -150,13 +150,15 @@ class BranchReassignment:
                 node.branch = parent
         childless = [node for node in self._live if node.branch not in extended]
         self._live = list(nodes)
-        releases = self._release(childless) if has_ended else [Release(node.branch, False) for node in childless]
-        if len(childless) == len(forked) and not (has_ended and any(release.keep_tail for release in releases)):
+        releases = self._release(childless) if has_ended else []
+        if len(childless) == len(forked) and not any(release.keep_tail for release in releases):
             for old, (_, node) in zip(childless, forked, strict=True):
                 node.branch = old.branch
             branches = (*[node.branch for _, node in forked], *extended)
             tokens = (*[node.token for _, node in forked], *[node.token for node in extended.values()])
             return (Reorder(branches, (*[parent for parent, _ in forked], *extended), tokens),) if branches else ()
+        if not has_ended:
+            releases = [Release(node.branch, False) for node in childless]
         forks: list[BranchAction] = []
         for parent, node in forked:
             forks.append(Fork(parent, self._next, node.token))

@@ -17,7 +17,7 @@ from chatcache.errors import ContextLengthError, InvalidRequestError
 from chatcache.scheduler.fairness import PRIORITY, SCHEDULING_POLICIES
 from chatcache.scheduler.preemption import PREEMPTION_MODES, SWAP
 from chatcache.scheduler.queue import WaitingQueue
-from chatcache.scheduler.request import LiveRequest, max_tokens_that_fit, worst_case_pages
+from chatcache.scheduler.request import LiveRequest
 from chatcache.scheduler.snapshots import message_marks
 from chatcache.types.actions import Strategy
 from chatcache.types.plan import KVCapacity
@@ -145,6 +145,27 @@ def check_branches(params: Params, max_branches: int) -> None:
         raise InvalidRequestError(
             f"{name} must be at most {max_branches} (max_num_seqs), got {num_branches(params)}", param=name
         )
+
+
+def worst_case_pages(num_prompt_tokens: int, max_tokens: int, num_branches: int, page_size: int) -> int:
+    """Return the most pages that a request can hold at once.
+
+    In the worst case nothing is matched and all branches live to the end, sharing only the full pages of the prompt.
+    The last sampled token is never computed, so a branch stores at most num_prompt_tokens + max_tokens - 1 tokens.
+    """
+    num_pages = -(-(num_prompt_tokens + max_tokens - 1) // page_size)
+    if max_tokens == 1:
+        return num_pages  # no branch writes after the prompt
+    num_shared = num_prompt_tokens // page_size
+    return num_shared + num_branches * (num_pages - num_shared)
+
+
+def max_tokens_that_fit(num_prompt_tokens: int, num_branches: int, page_size: int, num_pages: int) -> int:
+    """Return the largest `max_tokens` whose worst case fits; less than 1 if none does."""
+    num_shared = num_prompt_tokens // page_size
+    num_private = (num_pages - num_shared) // num_branches
+    max_tokens = (num_shared + num_private) * page_size - num_prompt_tokens + 1
+    return max_tokens if max_tokens > 1 else int(num_prompt_tokens <= num_pages * page_size)
 
 
 def resolve_max_tokens(request: GenerateRequest, capacity: KVCapacity, max_model_len: int) -> int:

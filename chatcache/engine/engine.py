@@ -562,7 +562,7 @@ class Engine:
             self._scheduler.commit(step, errors)
         for request, error in errors.items():
             self._fail(request, error, discard=True)
-        is_ahead = completed.is_committed and bool(step.decode_rows.branches)  # the next step was launched
+        is_ahead = completed.is_committed and bool(step.decode_branches)  # the next step was launched
         if is_ahead:
             self._scheduler.record_drawn(step, completed.result.tokens[:, 0])
         self._advance(step, completed.result, errors)
@@ -665,5 +665,7 @@ class Engine:
             num_steps_ahead=self._pipeline.num_ahead,
         )
         return with_page_usage(
-            with_request_counts(model_info, self._scheduler, self._totals), self._kv, self._page_usage.read()
+            with_request_counts(model_info, self._scheduler, self._pipeline.decode_speed, self._totals),
+            self._kv,
+            self._page_usage.read(),
         )

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from math import inf, isnan
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from chatcache.decoding.beam_search import BeamGroup, BeamStrategy, rank_togethe
 from chatcache.engine.protocols import ModelRunner, StepHandle
 from chatcache.errors import DeviceLostError, EngineError
 from chatcache.scheduler.batch import Step
+from chatcache.scheduler.preemption import NUM_REMEMBERED_STEPS
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.actions import RANKED, Advance, Candidates
@@ -107,15 +109,16 @@ def invalid_samples(draws: Draws, result: StepResult, vocab_size: int) -> list[t
         return []
     found: list[BoolArray] = []
     for ids, values in ((tokens, logprobs), (result.top_tokens, result.top_logprobs)):
-        found.append((ids >= vocab_size) | (ids < -1) | ((ids >= 0) & np.isnan(values)))
-    wrong, wrong_tops = found
+        if ids.shape[1]:
+            found.append((ids >= vocab_size) | (ids < -1) | ((ids >= 0) & np.isnan(values)))
+    wrong = found[0]
     wrong[:, 0] |= tokens[:, 0] < 0
     if result.faults:
         wrong[_draws_without_token(result)] = False
     if tokens.shape[1] > 1:
         wrong &= np.arange(tokens.shape[1]) < draws.width[:, None]
-    if result.top_tokens.shape[1]:
-        wrong = np.hstack([wrong, wrong_tops])
+    if len(found) > 1:
+        wrong = np.hstack(found)
     if not wrong.any():
         return []
     return [(draw, _describe_invalid(draw, result, vocab_size)) for draw in np.flatnonzero(wrong.any(axis=1)).tolist()]
@@ -144,8 +147,8 @@ class BeamRanker:
         ranked: list[int] = []
         if result.faults:
             return advances, build_candidates(step.plan.draws, result)
-        if self._branches is not step.decode_rows.branches:
-            self._branches = step.decode_rows.branches
+        if self._branches is not step.decode_branches:
+            self._branches = step.decode_branches
             self._draws = list(_beam_rows(self._branches))
         first, widths = step.first_decode_draw, step.plan.draws.width.tolist()
         searches: dict[tuple[int, int], list[tuple[BeamStrategy, LiveRequest, BeamGroup, list[int]]]] = {}
@@ -342,11 +345,47 @@ class _LaunchedStep:
     is_interrupted: bool = False
 
 
+class DecodeSpeed:
+    """Seconds of a decode step, measured over recent steps in which every row computed one token.
+
+    Steps with a similar number of rows (up to twice as many) are kept together, so that the slope survives a long time
+    with the same number of branches.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, deque[tuple[float, int]]] = {}  # (seconds, rows) by the bit length of the rows
+        self._latest = 0
+
+    def record(self, num_tokens: int, num_rows: int, seconds: float) -> None:
+        """Record an executed step that computed `num_tokens` tokens in `num_rows` rows."""
+        if num_tokens == num_rows > 0:
+            self._latest = num_rows.bit_length()
+            steps = self._steps.get(self._latest)
+            if steps is None:
+                steps = self._steps[self._latest] = deque(maxlen=NUM_REMEMBERED_STEPS // 4)
+            steps.append((seconds, num_rows))
+
+    def seconds_per_step(self) -> float | None:
+        """Return the median of steps with about as many rows as the latest; None before the first."""
+        return median(seconds for seconds, _ in self._steps[self._latest]) if self._steps else None
+
+    def seconds_per_branch(self) -> float | None:
+        """Return by how much one more row lengthens a step; None while all steps had about as many rows."""
+        if len(self._steps) < 2:
+            return None
+        (few_s, few), (many_s, many) = (
+            (median(seconds for seconds, _ in steps), median(rows for _, rows in steps))
+            for steps in (self._steps[min(self._steps)], self._steps[max(self._steps)])
+        )
+        return max(0.0, (many_s - few_s) / (many - few))
+
+
 class StepPipeline:
     """The steps that were launched and not collected, oldest first."""
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self.num_ahead = 0  # steps that were launched before the previous step was collected
+        self.decode_speed = DecodeSpeed()
         self._runner = runner
         self._can_launch_ahead = runner.capacity().has_async_launch
         self._scheduler = scheduler
@@ -415,8 +454,8 @@ class StepPipeline:
         self._steps.popleft()
         rows = oldest.plan.rows
         started_s, self._collected_s = max(oldest.started_s, self._collected_s), self._clock()
-        cost, num_tokens, num_rows = self._scheduler.swaps.cost, len(rows.tokens), len(rows.slot)
-        speed = cost.decode if num_tokens == num_rows else cost.prefill
+        num_tokens, num_rows = len(rows.tokens), len(rows.slot)
+        speed = self.decode_speed if num_tokens == num_rows else self._scheduler.swaps.cost.prefill
         speed.record(num_tokens, num_rows, self._collected_s - started_s)
         if oldest.is_ahead and not oldest.is_committed:  # requests may have ended while it was on the device
             oldest.step = self._scheduler.drop_finished_rows(oldest.step)

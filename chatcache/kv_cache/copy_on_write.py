@@ -70,18 +70,18 @@ class CopyOnWrite:
         """Replace the table's last page by page `dst`; return the page copy for the step."""
         index = table.num_tokens // self._page_size
         src = table.own_pages[index - table.num_prefix_pages]
-        copied = self.copy_page(src, dst)
+        self.hold_sources((src,))
         self._pool.release((src,))
         table.own_pages[index - table.num_prefix_pages] = dst
         table.changed_from = min(table.changed_from, index)
-        return copied
-
-    def copy_page(self, src: int, dst: int) -> PageCopy:
-        """Return a page copy for the step, which holds its source until the step is over."""
-        if src not in self.sources:
-            self.sources.add(src)
-            self._pool.refs[src] += 1  # the page is held, so `retain` has nothing else to do
         return PageCopy(src, dst)
+
+    def hold_sources(self, pages: Iterable[int]) -> None:
+        """Retain the source pages of copies until the step is over."""
+        for page in pages:
+            if page not in self.sources:
+                self.sources.add(page)
+                self._pool.refs[page] += 1  # the page is held, so `retain` has nothing else to do
 
     def unpublish_tail(self, table: PageTable) -> None:
         """Remove the table's last page from the index before the table writes to it in place."""

@@ -435,7 +435,9 @@ class KVCache:
 
     def copy_tails(self, pairs: Iterable[tuple[PageTable, PageTable]]) -> list[PageCopy]:
         """Return the page copies of this step that complete `adopt` for each (table, child)."""
-        return [self._copy_on_write.copy_page(table.own_pages[-1], child.own_pages[-1]) for table, child in pairs]
+        copies = [PageCopy(table.own_pages[-1], child.own_pages[-1]) for table, child in pairs]
+        self._copy_on_write.hold_sources(copy.src for copy in copies)
+        return copies
 
     def fork(self, table: PageTable, replaced: PageTable | None = None) -> PageTable:
         """Return a new table with everything that `table` has computed, copying no page.

@@ -381,12 +381,13 @@ class PagePool:
                     yield f"page {page} is a duplicate, but no other page with its contents is published"
 
 
-def num_common_tokens(a: bytes, b: bytes) -> int:
+def num_common_tokens(a: bytes | bytearray, b: bytes | bytearray) -> int:
     """Count the leading tokens that two encoded token sequences have in common."""
     size = min(len(a), len(b))
     if a[:size] == b[:size]:
         return size // TOKEN_BYTES
-    return next(i for i in range(size) if a[i] != b[i]) // TOKEN_BYTES
+    left, right = (np.frombuffer(tokens, "<i4", size // TOKEN_BYTES) for tokens in (a, b))
+    return int(np.argmax(left != right))
 
 
 class ChildIndex:

@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from chatcache.kv_cache.copy_on_write import PageCopy
 from chatcache.kv_cache.manager import KVCache
-from chatcache.scheduler.decode_batch import DecodeBatch, DecodeRows, pack_draws
+from chatcache.kv_cache.page_hash import TOKEN_BYTES
+from chatcache.scheduler.decode_batch import DecodeBatch
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.scheduler.snapshots import is_snapshot_position
-from chatcache.types.actions import RANKED, Candidates, DrawSpec
+from chatcache.types.actions import RANKED, Candidates, DrawSpec, pack_draws
 from chatcache.types.plan import I32, Draws, Pools, Rows, Scores, StepPlan
 
-Swaps = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
-"""Page copies of a step: [(page, host page)] to the host and [(host page, page)] from it."""
-
 NO_TARGET = -1
-_EMPTY = {columns: np.zeros((0, columns), np.int32) for columns in (2, 3)}
+_NO_PAIRS = np.zeros((0, 2), np.int32)
+_NO_MOVES = {
+    "forks": np.zeros((0, 3), np.int32),
+    **dict.fromkeys(("copies", "swaps_out", "swaps_in"), _NO_PAIRS),
+    **dict.fromkeys(("state_copies", "state_saves", "state_swaps_out", "state_swaps_in"), _NO_PAIRS),
+}
 
 
 class ScoredRow(NamedTuple):
@@ -48,10 +52,9 @@ class PooledRow(NamedTuple):
 
 
 class DrawnBranch(NamedTuple):
-    """A branch that is ready for its strategy, and its draws in the plan: `num_draws` from `first_draw` on."""
+    """A branch that is ready for its strategy, and the number of its draws in the plan."""
 
     branch: Branch
-    first_draw: int
     num_draws: int
 
 
@@ -60,9 +63,9 @@ class Step:
     """A step plan and the branches and requests that its rows, draws and scores belong to.
 
     `granted` is parallel to the plan's first rows: (branch, its new tokens as int32 bytes). `drawn` lists those of them
-    that are sampled, or whose prompt is pooled. The last rows and draws of the plan belong to `decode_rows`, one each.
-    `faults`: requests whose strategy raised when asked what to draw. `scored`, `pooled`: the rows of the plan's prompt
-    scores and of its pools, in the same order.
+    that are sampled, or whose prompt is pooled, in the order of their draws. The last rows and draws of the plan belong
+    to `decode_branches`, one each. `faults`: requests whose strategy raised when asked what to draw. `scored`,
+    `pooled`: the rows of the plan's prompt scores and of its pools, in the same order.
     `saved`: branches of the decode batch of which a snapshot is taken.
     `kept_draws`: the draws of the launched step that are left in this one; None for all.
     """
@@ -70,7 +73,7 @@ class Step:
     plan: StepPlan
     granted: list[tuple[Branch, bytes]]
     drawn: list[DrawnBranch]
-    decode_rows: DecodeRows
+    decode_branches: list[Branch]
     faults: list[tuple[LiveRequest, Exception]]
     scored: list[ScoredRow]
     pooled: list[PooledRow]
@@ -79,33 +82,19 @@ class Step:
 
     def without_ended_rows(self, decode_rows: I32) -> Step:
         """Return a copy with only these rows of the decode batch, and those granted rows whose branch has pages."""
-        plan, num_granted = self.plan, len(self.granted)
-        kept = np.zeros(len(plan.rows.slot), bool)
-        kept[:num_granted] = [branch.table is not None for branch, _ in self.granted]
-        kept[num_granted + decode_rows] = True
-        kept_draws = np.flatnonzero(kept[plan.draws.row]).astype(np.int32)
-        tokens = plan.rows.tokens[np.repeat(kept, plan.rows.num_tokens)]
-        states = plan.rows.state[kept] if len(plan.rows.state) else plan.rows.state
-        rows = Rows(plan.rows.slot[kept], plan.rows.start[kept], plan.rows.num_tokens[kept], tokens, states)
+        plan = self.plan
+        granted = [row for row, (branch, _) in enumerate(self.granted) if branch.table is not None]
+        which = np.concatenate((np.array(granted, np.int32), decode_rows + len(self.granted)))
+        row_after = np.full(len(plan.rows.slot), -1, np.int32)
+        row_after[which] = np.arange(len(which), dtype=np.int32)
+        kept_draws = np.flatnonzero(row_after[plan.draws.row] >= 0).astype(np.int32)
         draws = plan.draws.select(kept_draws)
-        draws = replace(draws, row=(np.cumsum(kept, dtype=np.int32) - 1)[draws.row])
-        drawn: list[DrawnBranch] = []
-        for branch, _, count in self.drawn:
-            if branch.table is not None:
-                drawn.append(DrawnBranch(branch, drawn[-1].first_draw + drawn[-1].num_draws if drawn else 0, count))
-        decoding = self.decode_rows
-        fields = [decoding.rows.slot, decoding.rows.start, decoding.rows.num_tokens, decoding.rows.tokens]
-        fields += [decoding.rows.state] if len(decoding.rows.state) else []
         return replace(
             self,
-            plan=replace(plan, rows=rows, draws=draws),
-            granted=[row for row, is_kept in zip(self.granted, kept.tolist(), strict=False) if is_kept],
-            drawn=drawn,
-            decode_rows=DecodeRows(
-                [decoding.branches[row] for row in decode_rows.tolist()],
-                Rows(*(field[decode_rows] for field in fields)),
-                decoding.draws.select(decode_rows),
-            ),
+            plan=replace(plan, rows=plan.rows.select(which), draws=replace(draws, row=row_after[draws.row])),
+            granted=[self.granted[row] for row in granted],
+            drawn=[drawn for drawn in self.drawn if drawn.branch.table is not None],
+            decode_branches=[self.decode_branches[row] for row in decode_rows.tolist()],
             kept_draws=kept_draws,
         )
 
@@ -117,27 +106,24 @@ class Step:
 
     def branches(self) -> list[Branch]:
         """Return the branch of each row."""
-        return [*(branch for branch, _ in self.granted), *self.decode_rows.branches]
+        return [*(branch for branch, _ in self.granted), *self.decode_branches]
 
     def requests(self) -> list[LiveRequest]:
         """Return the requests with a row in this step, each once."""
         return list(dict.fromkeys(branch.request for branch in self.branches()))
 
     def request_of_draw(self, draw: int) -> LiveRequest:
-        first = self.first_decode_draw
-        if draw >= first:
-            return self.decode_rows.branches[draw - first].request
-        return next(row.branch.request for row in reversed(self.drawn) if row.first_draw <= draw)
+        return self.branches()[int(self.plan.draws.row[draw])].request
 
     def candidates_by_request(
         self, candidates: Sequence[Candidates], faulty: Collection[LiveRequest] = ()
     ) -> dict[LiveRequest, dict[int, tuple[Candidates, ...]]]:
         """Group the candidates of the draws by request and branch id, leaving out `faulty` requests."""
         answers: dict[LiveRequest, dict[int, tuple[Candidates, ...]]] = {}
-        for branch, first, count in self.drawn:
-            answers.setdefault(branch.request, {})[branch.id] = tuple(candidates[first : first + count])
-        first = self.first_decode_draw if self.drawn else 0
-        for branch, candidate in zip(self.decode_rows.branches, candidates[first:], strict=True):
+        rest = iter(candidates)
+        for branch, num_draws in self.drawn:
+            answers.setdefault(branch.request, {})[branch.id] = tuple(islice(rest, num_draws))
+        for branch, candidate in zip(self.decode_branches, rest, strict=True):
             request = branch.request
             if candidate is RANKED:
                 continue
@@ -151,7 +137,7 @@ class Step:
 
     @property
     def first_decode_draw(self) -> int:
-        return self.drawn[-1].first_draw + self.drawn[-1].num_draws if self.drawn else 0
+        return len(self.plan.draws.row) - len(self.decode_branches)
 
 
 class BatchBuilder:
@@ -165,12 +151,9 @@ class BatchBuilder:
         self.granted: list[tuple[Branch, bytes]] = []
         self._num_left = max_num_tokens
         self._decode_batch = decode_batch
-        self._slots: list[int] = []
         self._starts: list[int] = []
-        self._num_tokens: list[int] = []
         self._updates: list[tuple[int, int, int]] = []
         self._copies: list[PageCopy] = []
-        self._ready: list[tuple[Branch, int]] = []  # (branch, row) of the branches that are sampled in this step
         self._scored: list[ScoredRow] = []
         self._pooled: list[PooledRow] = []
 
@@ -185,75 +168,77 @@ class BatchBuilder:
 
     def add(self, branch: Branch, num_tokens: int) -> None:
         """Grant the branch its next `num_tokens` tokens, for which pages are reserved."""
-        table, slot = branch.table, branch.slot
+        request, table, row = branch.request, branch.table, len(self.granted)
         if table is None:
-            raise ValueError(f"branch {branch.id} of {branch.request.request_id} has no pages")
-        start = table.num_tokens
-        stop = start + num_tokens
-        if stop == branch.num_tokens:
-            self._ready.append((branch, len(self.granted)))
-        request = branch.request
+            raise ValueError(f"branch {branch.id} of {request.request_id} has no pages")
+        start, stop = table.num_tokens, table.num_tokens + num_tokens
         if request.has_unscored_tokens:
-            self._scored.append(ScoredRow(request, len(self.granted), start, num_tokens))
+            self._scored.append(ScoredRow(request, row, start, num_tokens))
         if request.pooler is not None and (num_pooled := request.pooler.num_pooled_tokens(start, stop)):
-            self._pooled.append(PooledRow(branch, len(self.granted), num_pooled))
+            self._pooled.append(PooledRow(branch, row, num_pooled))
         if (states := self._kv.states) is not None:
             table.num_state_tokens = stop
             if self._kv.enable_prefix_caching and is_snapshot_position(states, branch, stop, self._kv.page_size):
                 states.save(table, stop)
         self.granted.append((branch, branch.span(start, stop)))
-        self._slots.append(slot)
         self._starts.append(start)
-        self._num_tokens.append(num_tokens)
         self._num_left -= num_tokens
-        if table.changed_from < table.num_prefix_pages + len(table.own_pages):
+        if table.changed_from < table.num_pages:
             first, pages = table.pop_changes()
-            self._updates += [(slot, first + i, page) for i, page in enumerate(pages)]
+            self._updates += [(branch.slot, index, page) for index, page in enumerate(pages, first)]
 
-    def build(self, step: int, forks: list[tuple[int, int, int]], decode_updates: I32, swaps: Swaps = ((), ())) -> Step:
+    def build(self, step: int, forks: list[tuple[int, int, int]], decode_updates: I32) -> Step:
         """Build the step from the granted rows and the rows of the decode batch.
 
         Asks the strategies what to draw, as far as this may have changed. `decode_updates` are the page table updates
-        of the decode batch, `swaps` the page copies to and from the host.
+        of the decode batch.
         """
         faults: list[tuple[LiveRequest, Exception]] = []
-        decode_rows = self._decode_batch.plan_rows(faults)
-        swaps_out = _to_array(swaps[0], columns=2) if swaps[0] else _EMPTY[2]
-        swaps_in = _to_array(swaps[1], columns=2) if swaps[1] else _EMPTY[2]
-        # A request that was preempted in this plan leaves its copies; their target may have been allocated again.
-        copies = _EMPTY[2]
+        decode = self._decode_batch.plan_rows(faults)
+        moves: dict[str, Sequence[Sequence[int]]] = {}
+        if forks:
+            moves["forks"] = forks
         if self._copies:
-            copies = _to_array(list({copy.dst: copy for copy in self._copies}.values()), columns=2)
-        fork_rows = _to_array(forks) if forks else _EMPTY[3]
+            # A request that was preempted in this plan leaves its copies; their target may have been allocated again.
+            moves["copies"] = list({copy.dst: copy for copy in self._copies}.values())
+        if self._kv.host is not None:
+            moves["swaps_out"], moves["swaps_in"] = self._kv.host.pending_copies()
         saved: Sequence[Branch] = ()
-        state_copies = state_saves = states_out = states_in = _EMPTY[2]
         if (states := self._kv.states) is not None:
             saved = self._decode_batch.save_states(states) if self._kv.enable_prefix_caching else ()
-            state_copies, state_saves = (_to_array(pairs, columns=2) for pairs in states.pending_copies())
-            states_out, states_in = (_to_array(pairs, columns=2) for pairs in states.pending_swaps())
-        updates = _concat(self._updates, decode_updates) if self._updates else decode_updates
+            moves["state_copies"], moves["state_saves"] = states.pending_copies()
+            moves["state_swaps_out"], moves["state_swaps_in"] = states.pending_swaps()
         drawn: list[DrawnBranch] = []
-        rows, draws = decode_rows.rows, decode_rows.draws
+        rows, draws = decode.rows, decode.draws
         if self.granted:
             drawn, granted_draws = self._draws(faults)
-            rows, draws = self._rows(rows), self._append_decode_draws(granted_draws, draws)
+            rows = self._rows().concat(rows)
+            draws = granted_draws.concat(replace(draws, row=draws.row + len(self.granted)))
+        if self._updates:
+            decode_updates = np.concatenate((np.array(self._updates, np.int32), decode_updates))
+        arrays = _NO_MOVES
+        if moves:
+            arrays = arrays | {name: np.array(move, np.int32) for name, move in moves.items() if move}
         plan = StepPlan(
-            *(step, fork_rows, updates, copies, rows, draws, swaps_out, swaps_in),
+            step=step,
+            updates=decode_updates,
+            rows=rows,
+            draws=draws,
             scores=_scores(self._scored) if self._scored else None,
             pools=_pools(self._pooled) if self._pooled else None,
-            state_copies=state_copies,
-            state_saves=state_saves,
-            state_swaps_out=states_out,
-            state_swaps_in=states_in,
+            **arrays,
         )
-        return Step(plan, self.granted, drawn, decode_rows, faults, self._scored, self._pooled, saved)
+        return Step(plan, self.granted, drawn, decode.branches, faults, self._scored, self._pooled, saved)
 
-    def _draws(self, faults: list[tuple[LiveRequest, Exception]]) -> tuple[list[DrawnBranch], Draws | None]:
+    def _draws(self, faults: list[tuple[LiveRequest, Exception]]) -> tuple[list[DrawnBranch], Draws]:
+        """Ask what to draw from the granted branches of which no token is left to compute."""
         drawn: list[DrawnBranch] = []
         specs: list[DrawSpec] = []
         rows: list[int] = []
         positions: list[int] = []
-        for branch, row in self._ready:
+        for row, (branch, tokens) in enumerate(self.granted):
+            if self._starts[row] + len(tokens) // TOKEN_BYTES < branch.num_tokens:
+                continue
             try:
                 wanted = branch.request.strategy.draws(branch.id)
                 if not wanted and branch.request.pooler is None:
@@ -261,31 +246,22 @@ class BatchBuilder:
             except Exception as error:
                 faults.append((branch.request, error))
                 continue
-            drawn.append(DrawnBranch(branch, len(specs), len(wanted)))
-            for spec in wanted:
-                specs.append(spec)
-                rows.append(row)
-                positions.append(branch.num_tokens)
-        return drawn, pack_draws(specs, rows, positions) if specs else None
+            drawn.append(DrawnBranch(branch, len(wanted)))
+            specs += wanted
+            rows += [row] * len(wanted)
+            positions += [branch.num_tokens] * len(wanted)
+        return drawn, pack_draws(specs, rows, positions)
 
-    def _rows(self, decode_rows: Rows) -> Rows:
-        """Concatenate the rows granted one by one and those of the decode batch."""
-        tokens = np.frombuffer(b"".join([tokens for _, tokens in self.granted]), "<i4").astype(np.int32)
+    def _rows(self) -> Rows:
+        """Return the rows granted one by one."""
+        tables = [branch.table for branch, _ in self.granted] if self._kv.states is not None else []
         return Rows(
-            slot=_concat(self._slots, decode_rows.slot),
-            start=_concat(self._starts, decode_rows.start),
-            num_tokens=_concat(self._num_tokens, decode_rows.num_tokens),
-            tokens=_concat(tokens, decode_rows.tokens),
-            state=decode_rows.state if self._kv.states is None else _concat(self._states(), decode_rows.state),
+            slot=np.array([branch.slot for branch, _ in self.granted], np.int32),
+            start=np.array(self._starts, np.int32),
+            num_tokens=np.array([len(tokens) // TOKEN_BYTES for _, tokens in self.granted], np.int32),
+            tokens=np.frombuffer(b"".join([tokens for _, tokens in self.granted]), "<i4"),
+            state=np.array([table.state for table in tables if table is not None], np.int32),
         )
-
-    def _states(self) -> list[int]:
-        return [branch.table.state for branch, _ in self.granted if branch.table is not None]
-
-    def _append_decode_draws(self, draws: Draws | None, decode_draws: Draws) -> Draws:
-        """Append the draws of the decode batch, whose rows come after the granted ones."""
-        decode_draws = replace(decode_draws, row=decode_draws.row + len(self.granted))
-        return decode_draws if draws is None else draws.concat(decode_draws)
 
 
 def _scores(scored: Sequence[ScoredRow]) -> Scores:
@@ -307,16 +283,3 @@ def _targets(scored: ScoredRow) -> Iterator[int]:
     first, last = request.num_before_scores, request.num_prompt_tokens - 1
     for position in range(scored.start, scored.start + scored.num_tokens):
         yield request.prompt[position + 1] if first <= position < last else NO_TARGET
-
-
-def _to_array(rows: Sequence[Sequence[int]], columns: int = 3) -> I32:
-    if not len(rows):
-        return _EMPTY[columns]
-    return np.array(rows, np.int32).reshape(-1, columns)
-
-
-def _concat(first: Sequence[object] | I32, second: I32) -> I32:
-    """Concatenate as int32; `second` itself if `first` is empty."""
-    if not len(first):
-        return second
-    return np.concatenate((np.asarray(first, np.int32), second))

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from chatcache.errors import EngineError
 from chatcache.kv_cache.manager import KVCache
+from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.prefix_match import PrefixMatch
 from chatcache.scheduler.decode_batch import DecodeBatch
@@ -37,8 +38,8 @@ class RowAllocator:
         self.forks: list[tuple[int, int, int]] = []
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_used(self) -> int:
+        return self.num_slots - len(self._free)
 
     @property
     def num_unreserved(self) -> int:
@@ -84,9 +85,7 @@ class BranchManager:
     def start(self, branch: Branch, match: PrefixMatch) -> None:
         """Give a branch a page table on the tokens that are already computed, and a row."""
         table = self._kv.restore(match)  # None: too few pages to load from the host, so all tokens are computed again
-        branch.table = table or self._kv.open(self._kv.empty_match(match.scope))
-        self._include_computed_before(branch)
-        branch.slot = self._rows.acquire()
+        self._attach(branch, table or self._kv.open(self._kv.empty_match(match.scope)), self._rows.acquire())
 
     def start_as_fork(self, branch: Branch, source: Branch, num_tokens: int) -> None:
         """Give a branch a fork of the first `num_tokens` tokens of `source`, and a row.
@@ -96,31 +95,35 @@ class BranchManager:
         self._decode_batch.remove(source)
         if source.table is None:
             raise InvariantError(f"branch {source.id} of {source.request.request_id} has no pages to fork")
-        branch.table = self._kv.fork(source.table)
-        self._kv.truncate(branch.table, num_tokens, branch.request.scope)
+        table = self._kv.fork(source.table)
+        self._kv.truncate(table, num_tokens, branch.request.scope)
         if source.request is not branch.request:
-            branch.table.num_matched_tokens = branch.table.num_tokens
-        self._include_computed_before(branch)
-        branch.slot = self._rows.fork(source.slot, branch.table.changed_from)
+            table.num_matched_tokens = table.num_tokens
+        self._attach(branch, table, self._rows.fork(source.slot, table.changed_from))
 
-    def _include_computed_before(self, branch: Branch) -> None:
-        """Count tokens that the request itself computed before it was preempted as computed, not as matched."""
-        if branch.table is not None:
-            branch.table.num_matched_tokens = min(branch.table.num_matched_tokens, branch.request.num_matched_tokens)
+    def _attach(self, branch: Branch, table: PageTable, slot: int) -> None:
+        """Set the table and the row of a branch.
+
+        Tokens that the request itself computed before it was preempted count as computed, not as matched.
+        """
+        table.num_matched_tokens = min(table.num_matched_tokens, branch.request.num_matched_tokens)
+        branch.table, branch.slot = table, slot
 
     def close(self, branch: Branch, *, discard: bool = False, keep_tail: bool = True) -> None:
         """Release a branch's pages and row, if it has any.
 
         `discard`: the pages that it computed must not be matched afterwards. `keep_tail=False`: the last one must not.
         """
+        self._close_table(branch, discard=discard, keep_tail=keep_tail)
+        self._release_rows([branch])
+
+    def _close_table(self, branch: Branch, *, discard: bool = False, keep_tail: bool = True) -> None:
         self._decode_batch.remove(branch, discard=discard, keep_tail=keep_tail, is_closing=True)
         if (table := branch.table) is not None:
             if table.num_tokens > table.num_matched_tokens:
                 branch.request.num_matched_tokens = min(branch.request.num_matched_tokens, table.num_matched_tokens)
             self._kv.close(table, discard=discard, keep_tail=keep_tail)
             branch.table = None
-        self._rows.release(branch.slot)
-        branch.slot = -1
 
     def drop(self, request: LiveRequest, branch_id: int) -> None:
         """Remove a branch from a request that continues with its other branches.
@@ -236,7 +239,7 @@ class BranchManager:
                 elif isinstance(action, Release):
                     released.append(self._release(request, action))
                 else:
-                    num_added += self._reorder(request, action)
+                    raise EngineError("a Reorder must be the only action of its step")
             if len(request.branches) != num_added or len(request.branches) > request.max_branches:
                 self._check_all_advanced(request)
             if forks:
@@ -249,23 +252,19 @@ class BranchManager:
             self._rows.release(branch.slot)
             branch.slot = -1
 
-    def _reorder(self, request: LiveRequest, action: Reorder) -> int:
-        """Move the branches of a beam search, in the decode batch if all of them are in it; return how many."""
+    def reorder(self, request: LiveRequest, action: Reorder) -> bool:
+        """Reorder the branches of a request within the decode batch; False, and no change, if not all are in it.
+
+        Raises: as `apply`.
+        """
         if not self._decode_batch.can_reorder(request):
-            self.apply(request, action.as_actions())
-            return len(request.branches)
+            return False
         if request.branches.keys() != set(action.branches):
             raise EngineError(f"an action names the branches {action.branches}, not {(*request.branches,)}")
         find = request.branches.__getitem__
         steps = zip(map(find, action.branches), map(find, action.parents), action.tokens, strict=True)
         self._rows.forks += self._decode_batch.reorder(steps)
-        return len(action.branches)
-
-    def move_to_decode_batch(self, request: LiveRequest) -> None:
-        """Move the request's eligible branches into the decode batch."""
-        for branch in request.branches.values():
-            if not branch.in_decode_batch:
-                self._decode_batch.add_if_eligible(branch)
+        return True
 
     def _fork(self, request: LiveRequest, action: Fork) -> tuple[Branch, Branch]:
         """Create the child branch with a fork of its parent's table; return parent and child."""
@@ -282,12 +281,9 @@ class BranchManager:
         branch = request.branches.pop(action.branch, None)
         if branch is None:
             raise EngineError(f"branch {action.branch} was released but does not exist")
-        self._decode_batch.remove(branch, keep_tail=action.keep_tail, is_closing=True)
         if branch.table is None:
             request.num_waiting_branches -= 1
-        else:
-            self._kv.close(branch.table, keep_tail=action.keep_tail)
-            branch.table = None
+        self._close_table(branch, keep_tail=action.keep_tail)
         if request.num_waiting_branches:
             request.choose_fork_sources()
         return branch

@@ -33,7 +33,7 @@ its token is sampled again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -43,40 +43,22 @@ from numpy.typing import NDArray
 from chatcache.errors import EngineError
 from chatcache.kv_cache.copy_on_write import PageCopy
 from chatcache.kv_cache.manager import KVCache
+from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.states import StatePool
 from chatcache.scheduler.request import Branch, LiveRequest, encode_token
-from chatcache.types.actions import DrawSpec, LogitChanges
+from chatcache.types.actions import MASK_64, DrawSpec, pack_draws
 from chatcache.types.plan import I32, PENDING_TOKEN, Draws, LogitEdit, LogitMask, Rows
 
-MASK_64 = 2**64 - 1
 AWAITING_TOKEN = PENDING_TOKEN  # drawn, and not extended since
 NO_ROW = -1
 ORDINAL_BITS = 20
 _NO_UPDATES = np.zeros((0, 3), np.int32)
 
 
-def pack_draws(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequence[int]) -> Draws:
-    """Pack draw specs as arrays: one draw of each spec from its row at its position."""
-    return Draws(
-        row=np.array(rows, np.int32),
-        width=np.array([spec.width for spec in specs], np.int32),
-        seed=np.array([spec.seed & MASK_64 for spec in specs], np.uint64),
-        lane=np.array([spec.lane for spec in specs], np.int32),
-        position=np.array(positions, np.int32),
-        temperature=np.array([spec.temperature for spec in specs], np.float32),
-        top_k=np.array([spec.top_k for spec in specs], np.int32),
-        top_p=np.array([spec.top_p for spec in specs], np.float32),
-        min_p=np.array([spec.min_p for spec in specs], np.float32),
-        num_top=np.array([spec.num_top for spec in specs], np.int32),
-        edits=tuple(LogitEdit(draw, *spec.edit) for draw, spec in enumerate(specs) if spec.edit is not None),
-        masks=tuple(LogitMask(draw, spec.mask) for draw, spec in enumerate(specs) if spec.mask is not None),
-    )
-
-
 _DRAW_FIELDS = tuple(field.name for field in fields(Draws))[:10]  # the arrays
 _ENTRY = np.dtype(
     [
-        ("is_used", np.bool_),
+        *((name, array.dtype) for name, array in zip(_DRAW_FIELDS, pack_draws((), (), ()).arrays(), strict=True)),
         ("slot", np.int32),
         ("service_order", np.int64),
         ("num_computed", np.int32),
@@ -85,7 +67,7 @@ _ENTRY = np.dtype(
         ("next_token", np.int32),
         ("planned_row", np.int32),  # in the last planned step
         ("state", np.int32),  # of models with recurrent layers
-        *((name, array.dtype) for name, array in zip(_DRAW_FIELDS, pack_draws((), (), ()).arrays(), strict=True)),
+        ("is_used", np.bool_),
     ],
     align=True,
 )
@@ -95,14 +77,13 @@ _ENTRY = np.dtype(
 class DecodeRows:
     """The decode batch's part of one step: for each branch one row of one token, and one draw.
 
-    In service order, and parallel to `branches`; `draws.row` counts from 0. `changes`: the draws with edits or masks,
-    each with its `LogitChanges` or the function that returns them.
+    In service order, and parallel to `branches`; `draws.row` counts from 0. `changes`: the draws with edits or masks.
     """
 
     branches: list[Branch]
     rows: Rows
     draws: Draws
-    changes: Sequence[tuple[int, LogitChanges | Callable[[], LogitChanges]]] = ()
+    changes: Sequence[tuple[int, DrawSpec]] = ()
 
 
 class DecodeBatch:
@@ -124,8 +105,7 @@ class DecodeBatch:
         capacity = 2 * num_slots  # with holes, so that the entries are not compacted for each fork of a step
         self._branches = np.full(capacity, None, object)
         self._tables = np.full(capacity, None, object)
-        self._changes = np.full(capacity, None, object)  # `LogitChanges`, or the function that returns them
-        self._stay = np.full(capacity, None, object)  # `DrawSpec.changes_stay`
+        self._changes = np.full(capacity, None, object)  # the `DrawSpec`, if it has edits or masks
         self._entries = entries = np.zeros(capacity, _ENTRY)
         self._is_used, self._slot, self._service_order = entries["is_used"], entries["slot"], entries["service_order"]
         self._num_computed, self._num_reserved = entries["num_computed"], entries["num_reserved"]
@@ -134,13 +114,12 @@ class DecodeBatch:
         self._is_in_flight = False  # the last planned rows are not committed
         self._drawn = np.zeros(num_slots if kv.states is not None else 0, np.int32)  # by slot, see `record_drawn`
         self._draws, self._width = Draws.of([entries[name] for name in _DRAW_FIELDS]), entries["width"]
-        self._specs = entries[list(_DRAW_FIELDS)]
-        self._num_changing = 0  # entries with such a function
+        self._num_changing = 0  # entries whose edit or mask may differ from step to step
         self._entry = np.zeros(num_slots, np.int32)  # entry of the branch, by slot
         self._entry_view, self._next_token_view = self._entry.data, self._next_token.data  # faster for single cells
         self._num_computed_view, self._num_reserved_view = self._num_computed.data, self._num_reserved.data
         self._uncopied_pages: dict[LiveRequest, list[tuple[Branch, Branch]]] = {}  # (parent, child), see `reorder`
-        self._arrays: list[NDArray[Any]] = [self._entries, self._branches, self._tables, self._changes, self._stay]
+        self._arrays: list[NDArray[Any]] = [self._entries, self._branches, self._tables, self._changes]
         self._is_compact = True
         self._cached_rows: DecodeRows | None = None  # reused until a branch is added or removed
 
@@ -148,12 +127,8 @@ class DecodeBatch:
 
     def add_if_eligible(self, branch: Branch) -> None:
         """Add a branch if its next step needs no decision; ask once what to draw in all steps."""
-        request, table = branch.request, branch.table
-        if table is None or table.num_reserved == table.num_tokens or branch.num_tokens > table.num_tokens + 1:
-            return  # it has no cell of its own for the token, or more tokens to compute
-        if table.changed_from < table.num_pages or not request.strategy.has_fixed_draws:
-            return  # its pages are not sent to the runner yet
-        if self._kv.states is not None and not self._kv.states.is_writable(table):
+        request, table, slot = branch.request, branch.table, branch.slot
+        if table is None or not self._is_eligible(branch, table):
             return
         specs = request.strategy.draws(branch.id)
         if len(specs) != 1:
@@ -161,17 +136,37 @@ class DecodeBatch:
         if self._num_entries == len(self._slot):
             self._compact()
         entry, spec = self._num_entries, specs[0]
-        self._specs[entry] = (  # first, as it raises for a spec that does not fit the arrays
-            *(0, spec.width, spec.seed & MASK_64, spec.lane, 0),
-            *(spec.temperature, spec.top_k, spec.top_p, spec.min_p, spec.num_top),
+        next_token = branch.last_token if branch.num_tokens > table.num_tokens else AWAITING_TOKEN
+        order = (request.service_order << ORDINAL_BITS) + min(branch.ordinal, 2**ORDINAL_BITS - 1)
+        self._entries[entry] = (  # raises, before the entry is in use, for a spec that does not fit the arrays
+            *(0, spec.width, spec.seed & MASK_64, spec.lane, 0, spec.temperature),
+            *(spec.top_k, spec.top_p, spec.min_p, spec.num_top),
+            *(slot, order, table.num_tokens, table.num_reserved, table.num_tokens, next_token, NO_ROW, table.state),
+            True,
         )
-        self._num_computed[entry], self._num_reserved[entry] = table.num_tokens, table.num_reserved
-        self._append(branch, spec)
+        self._branches[entry], self._tables[entry], self._entry[slot] = branch, table, entry
+        if spec.edit is not None or spec.mask is not None or spec.next_changes is not None:
+            self._changes[entry] = spec
+            self._num_changing += spec.next_changes is not None
+        self._is_compact = self._is_compact and (entry == 0 or bool(self._service_order[entry - 1] < order))
+        self._cached_rows = None
+        self._num_entries += 1
+        self.num_branches += 1
+        request.num_batched += 1
+        branch.in_decode_batch = True
+
+    def _is_eligible(self, branch: Branch, table: PageTable) -> bool:
+        if table.num_reserved == table.num_tokens or branch.num_tokens > table.num_tokens + 1:
+            return False  # it has no cell of its own for the token, or more tokens to compute
+        if table.changed_from < table.num_pages or not branch.request.strategy.has_fixed_draws:
+            return False  # its pages are not sent to the runner yet
+        return self._kv.states is None or self._kv.states.is_writable(table)
 
     def can_reorder(self, request: LiveRequest) -> bool:
         """Return whether all branches of a lockstep request can be reordered here: no step is planned ahead of them."""
-        is_complete = request.num_batched == len(request.branches) and request.lockstep and self._kv.states is None
-        return is_complete and bool(self._width[self._entry_view[request.leader.slot]] > 1)
+        if request.num_unbatched or not request.lockstep or self._kv.states is not None:
+            return False
+        return bool(self._width[self._entry_view[request.leader.slot]] > 1)
 
     def reorder(self, steps: Iterable[tuple[Branch, Branch, int]]) -> list[tuple[int, int, int]]:
         """Turn each branch of (branch, parent, token) into a copy of its parent with one more token.
@@ -184,7 +179,8 @@ class DecodeBatch:
         num_computed, num_reserved = self._num_computed_view, self._num_reserved_view
         for branch, parent, token in steps:
             entry = entries[branch.slot]
-            if next_token[entry] != AWAITING_TOKEN or next_token[entries[parent.slot]] != AWAITING_TOKEN:
+            source = entry if branch is parent else entries[parent.slot]
+            if next_token[entry] != AWAITING_TOKEN or next_token[source] != AWAITING_TOKEN:
                 raise EngineError(f"an action names branch {branch.id}, which was not sampled")
             if branch is not parent:
                 branch.outputs, table = parent.outputs[:], self._tables[entry]
@@ -193,7 +189,7 @@ class DecodeBatch:
                     rows.append((parent.slot, branch.slot, table.num_pages))
                 else:
                     self._uncopied_pages.setdefault(branch.request, []).append((parent, branch))
-                    if self._kv.adopt(self._tables[entries[parent.slot]], table):
+                    if self._kv.adopt(self._tables[source], table):
                         rows.append((parent.slot, branch.slot, table.num_prefix_pages))
                 self.has_unreserved = True
             next_token[entry] = token
@@ -216,28 +212,6 @@ class DecodeBatch:
         for parent, child in self._uncopied_pages.pop(request, ()):
             self._share_pages(parent, child)
 
-    def _append(self, branch: Branch, spec: DrawSpec) -> None:
-        """Complete the entry of a branch after the last one."""
-        entry, slot, request = self._num_entries, branch.slot, branch.request
-        has_changes = spec.edit is not None or spec.mask is not None
-        self._changes[entry] = spec.next_changes or ((spec.edit, spec.mask) if has_changes else None)
-        self._stay[entry] = spec.changes_stay
-        self._num_changing += spec.next_changes is not None
-        self._is_used[entry] = branch.in_decode_batch = True
-        self._branches[entry], self._tables[entry] = branch, branch.table
-        self._slot[entry], self._entry[slot], self._row[entry] = slot, entry, NO_ROW
-        is_extended = branch.num_tokens > self._num_computed[entry]
-        self._next_token[entry] = branch.last_token if is_extended else AWAITING_TOKEN
-        self._num_before[entry] = self._num_computed[entry]
-        self._state[entry] = branch.table.state if branch.table is not None else 0
-        order = (request.service_order << ORDINAL_BITS) + min(branch.ordinal, 2**ORDINAL_BITS - 1)
-        self._service_order[entry] = order
-        self._is_compact = self._is_compact and (entry == 0 or bool(self._service_order[entry - 1] < order))
-        self._cached_rows = None
-        self._num_entries += 1
-        self.num_branches += 1
-        request.num_batched += 1
-
     def remove(
         self, branch: Branch, *, discard: bool = False, keep_tail: bool = True, is_closing: bool = False
     ) -> None:
@@ -256,8 +230,9 @@ class DecodeBatch:
                 if is_closing and self._kv.states is not None:
                     self._commit_ahead(branch, entry)
             branch.request.num_computed_tokens += int(self._num_computed[entry] - self._num_before[entry])
-        self._num_changing -= callable(self._changes[entry])
-        self._branches[entry] = self._tables[entry] = self._changes[entry] = self._stay[entry] = None
+        spec: DrawSpec | None = self._changes[entry]
+        self._num_changing -= spec is not None and spec.next_changes is not None
+        self._branches[entry] = self._tables[entry] = self._changes[entry] = None
         self._is_used[entry] = branch.in_decode_batch = self._is_compact = False
         self._cached_rows = None
         self.num_branches -= 1
@@ -341,17 +316,13 @@ class DecodeBatch:
         Also returns the copies that reordered branches need.
         """
         self.has_unreserved = False
-        tail_copies: list[PageCopy] = []
-        for request, pairs in self._uncopied_pages.items():
-            slots = [(parent.slot, child.slot) for parent, child in pairs]
-            tail_copies += self._kv.copy_tails(self._tables[self._entry[slots]].tolist())
-            request.num_copied_pages += len(pairs)
-            self.copied_requests.add(request)
-        self._uncopied_pages.clear()
+        tail_copies = self._copy_tails() if self._uncopied_pages else []
         if not self._is_compact:
             self._compact()
         entries = self._full_entries()
         entries = entries[[table.num_tokens == table.num_reserved for table in self._tables[entries].tolist()]]
+        if not len(entries):
+            return tail_copies, []
         branches, tables = self._branches[entries].tolist(), self._tables[entries].tolist()
         copies = self._kv.reserve([(table, table.num_tokens + 1) for table in tables])
         if copies is None:
@@ -363,12 +334,21 @@ class DecodeBatch:
         for branch, table in zip(branches, tables, strict=True):
             if table.changed_from < table.num_pages:
                 first, pages = table.pop_changes()
-                updates += [(branch.slot, first + i, page) for i, page in enumerate(pages)]
+                updates += [(branch.slot, index, page) for index, page in enumerate(pages, first)]
                 if table.own_pages[-1] in copied:
                     branch.request.num_copied_pages += 1
                     self.copied_requests.add(branch.request)
         self._num_reserved[entries] = [table.num_reserved for table in tables]
         return [*copies, *tail_copies], updates
+
+    def _copy_tails(self) -> list[PageCopy]:
+        """Return the page copies that reordered branches need."""
+        slots = [(parent.slot, child.slot) for pairs in self._uncopied_pages.values() for parent, child in pairs]
+        for request, pairs in self._uncopied_pages.items():
+            request.num_copied_pages += len(pairs)
+        self.copied_requests.update(self._uncopied_pages)
+        self._uncopied_pages.clear()
+        return self._kv.copy_tails(self._tables[self._entry[slots]].tolist())
 
     def advance_pages(self) -> I32:
         """Append a page to each branch whose last page is full; return table updates [U, 3].
@@ -408,24 +388,23 @@ class DecodeBatch:
             self._cached_rows = cached
             self._row[:count] = numbers
         start, rows = self._num_computed[:count].copy(), cached.rows
-        draws = replace(cached.draws, position=start + 1)
-        if cached.changes:
-            draws = _with_changes(draws, cached, faults)
+        edits, masks = _edits_and_masks(cached, faults) if cached.changes else ((), ())
+        draws = replace(cached.draws, position=start + 1, edits=edits, masks=masks)
         states = rows.state if self._kv.states is None else self._state[:count].copy()
         rows = Rows(rows.slot, start, rows.num_tokens, self._next_token[:count].copy(), states)
         self._is_in_flight = True
         return DecodeRows(cached.branches, rows, draws, cached.changes)
 
-    def active_rows(self, rows: DecodeRows) -> I32 | None:
-        """Return the indices of the last planned rows that are still valid; None for all. A query.
+    def active_rows(self, planned: list[Branch]) -> I32 | None:
+        """Return the indices of the rows of the last step, `planned`, that are still valid; None for all. A query.
 
         A row is valid as long as its branch stays in the batch.
         """
-        return None if self._is_unchanged_since(rows) else self._row[self._planned_entries()]
+        return None if self._is_unchanged_since(planned) else self._row[self._planned_entries()]
 
-    def advance(self, rows: DecodeRows) -> None:
-        """Record that the active rows of the last planned step were computed: their tokens are known."""
-        entries = slice(len(rows.branches)) if self._is_unchanged_since(rows) else self._planned_entries()
+    def advance(self, planned: list[Branch]) -> None:
+        """Record that the active rows of the last step, `planned`, were computed: their tokens are known."""
+        entries = slice(len(planned)) if self._is_unchanged_since(planned) else self._planned_entries()
         self._num_computed[entries] += 1
         self._next_token[entries] = AWAITING_TOKEN
         self._is_in_flight = False
@@ -457,10 +436,9 @@ class DecodeBatch:
 
     def _changes_stay(self) -> bool:
         """Return whether no edit or mask of the next step depends on the tokens of the last one."""
-        entries = range(self._num_entries)
-        return all(
-            (stay := self._stay[entry]) is not None and stay() for entry in entries if callable(self._changes[entry])
-        )
+        specs: list[DrawSpec | None] = self._changes[: self._num_entries].tolist()
+        changing = [spec.changes_stay for spec in specs if spec is not None and spec.next_changes is not None]
+        return all(stay is not None and stay() for stay in changing)
 
     def reconcile(self, slots: I32, drawn: I32) -> None:
         """Remove branches that were extended by a token other than the sampled one.
@@ -474,9 +452,9 @@ class DecodeBatch:
         for branch in self._branches[others].tolist():
             self.remove(branch)
 
-    def _is_unchanged_since(self, rows: DecodeRows) -> bool:
-        """Return whether the batch is unchanged since `rows`, the last planned rows, were planned."""
-        return self._cached_rows is not None and self._cached_rows.branches is rows.branches
+    def _is_unchanged_since(self, planned: list[Branch]) -> bool:
+        """Return whether the batch is unchanged since the last step, with rows of these branches, was planned."""
+        return self._cached_rows is not None and self._cached_rows.branches is planned
 
     def _planned_entries(self) -> NDArray[np.intp]:
         """Return the entries of the branches with a row in the last planned step."""
@@ -497,25 +475,26 @@ class DecodeBatch:
         count = self._num_entries = len(entries)
         for array in self._arrays:
             array[:count] = array[entries]
-        self._branches[count:] = self._tables[count:] = self._changes[count:] = self._stay[count:] = None
+        self._branches[count:] = self._tables[count:] = self._changes[count:] = None
         self._is_used[count:] = False
         self._entry[self._slot[:count]] = np.arange(count, dtype=np.int32)
         self._is_compact = True
 
 
-def _with_changes(draws: Draws, rows: DecodeRows, faults: list[tuple[LiveRequest, Exception]]) -> Draws:
-    """Return the draws of `rows` with their edits and masks."""
+def _edits_and_masks(
+    rows: DecodeRows, faults: list[tuple[LiveRequest, Exception]]
+) -> tuple[tuple[LogitEdit, ...], tuple[LogitMask, ...]]:
+    """Ask for the edits and masks of a step; append to `faults` the requests whose strategy raises."""
     edits: list[LogitEdit] = []
     masks: list[LogitMask] = []
-    for draw, changes in rows.changes:
+    for draw, spec in rows.changes:
         try:
-            edit, mask = changes if isinstance(changes, tuple) else changes()
+            edit, mask = (spec.edit, spec.mask) if spec.next_changes is None else spec.next_changes()
         except Exception as error:
             faults.append((rows.branches[draw].request, error))
             continue
         if edit is not None:
-            ids, scale, add = edit
-            edits.append(LogitEdit(draw, ids, scale, add))
+            edits.append(LogitEdit(draw, edit))
         if mask is not None:
             masks.append(LogitMask(draw, mask))
-    return replace(draws, edits=tuple(edits), masks=tuple(masks))
+    return tuple(edits), tuple(masks)

@@ -41,6 +41,8 @@ class VirtualTokenCounter:
         self._counters: dict[str, int] = {}
         self._last_left = ""
         self._max_counters = MAX_REMEMBERED
+        self._decode_branches: list[Branch] = []
+        self._num_decode_branches: Counter[str] = Counter()
 
     def __getitem__(self, namespace: str) -> int:
         return self._counters.get(namespace, 0)
@@ -77,25 +79,16 @@ class VirtualTokenCounter:
     def charge_output(self, namespace: str, num_tokens: int) -> None:
         self._counters[namespace] = self[namespace] + OUTPUT_WEIGHT * num_tokens
 
-
-class FairnessAccounting:
-    """Charges namespaces for the prompt tokens and sampled tokens of their requests."""
-
-    def __init__(self, counters: VirtualTokenCounter) -> None:
-        self._counters = counters
-        self._decode_branches: list[Branch] = []
-        self._num_decode_branches: Counter[str] = Counter()
-
     def charge_start(self, request: LiveRequest) -> None:
         """Charge for the uncached prompt tokens, when a request starts for the first time."""
-        self._counters.charge_input(request.namespace, request.num_prompt_tokens - (request.num_cached_tokens or 0))
+        self.charge_input(request.namespace, request.num_prompt_tokens - (request.num_cached_tokens or 0))
 
     def charge_step(self, step: Step) -> None:
         """Charge for every token that a step sampled."""
-        for branch, _, num_draws in step.drawn:
-            self._counters.charge_output(branch.request.namespace, num_draws)
-        if step.decode_rows.branches is not self._decode_branches:  # usually the same list as in the previous step
-            self._decode_branches = step.decode_rows.branches
+        for branch, num_draws in step.drawn:
+            self.charge_output(branch.request.namespace, num_draws)
+        if step.decode_branches is not self._decode_branches:  # usually the same list as in the previous step
+            self._decode_branches = step.decode_branches
             self._num_decode_branches = Counter(branch.request.namespace for branch in self._decode_branches)
         for namespace, count in self._num_decode_branches.items():
-            self._counters.charge_output(namespace, count)
+            self._counters[namespace] = self[namespace] + OUTPUT_WEIGHT * count

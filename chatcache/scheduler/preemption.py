@@ -9,7 +9,6 @@ The two costs are estimated from measurements on this machine:
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
 
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import TOKEN_BYTES
@@ -48,41 +47,6 @@ class PrefillSpeed:
         return None
 
 
-class DecodeSpeed:
-    """Seconds of a decode step, measured over recent steps in which every row computed one token.
-
-    Steps with a similar number of rows (up to twice as many) are kept together, so that the slope survives a long time
-    with the same number of branches.
-    """
-
-    def __init__(self) -> None:
-        self._steps: dict[int, deque[tuple[float, int]]] = {}  # (seconds, rows) by the bit length of the rows
-        self._latest = 0
-
-    def record(self, num_tokens: int, num_rows: int, seconds: float) -> None:
-        """Record an executed step that computed `num_tokens` tokens in `num_rows` rows."""
-        if num_tokens == num_rows > 0:
-            self._latest = num_rows.bit_length()
-            steps = self._steps.get(self._latest)
-            if steps is None:
-                steps = self._steps[self._latest] = deque(maxlen=NUM_REMEMBERED_STEPS // 4)
-            steps.append((seconds, num_rows))
-
-    def seconds_per_step(self) -> float | None:
-        """Return the median of steps with about as many rows as the latest; None before the first."""
-        return median(seconds for seconds, _ in self._steps[self._latest]) if self._steps else None
-
-    def seconds_per_branch(self) -> float | None:
-        """Return by how much one more row lengthens a step; None while all steps had about as many rows."""
-        if len(self._steps) < 2:
-            return None
-        (few_s, few), (many_s, many) = (
-            (median(seconds for seconds, _ in steps), median(rows for _, rows in steps))
-            for steps in (self._steps[min(self._steps)], self._steps[max(self._steps)])
-        )
-        return max(0.0, (many_s - few_s) / (many - few))
-
-
 class CostModel:
     """Chooses between swapping and recomputation, unless the `preemption` mode fixes the choice."""
 
@@ -92,7 +56,6 @@ class CostModel:
         self._preemption = preemption
         self._swap_page_s = swap_page_s
         self.prefill = PrefillSpeed()
-        self.decode = DecodeSpeed()
 
     def prefers_swap(self, num_tokens: int, num_pages_out: int, num_pages_in: int) -> bool:
         """Return whether swapping costs less than computing `num_tokens` again.
@@ -108,13 +71,16 @@ class CostModel:
 
 
 class SwapTracker:
-    """Tracks the host pages of preempted requests, until all their branches run again."""
+    """Tracks the host pages of preempted requests, until all their branches run again.
+
+    `returning`: the running requests that hold host pages.
+    """
 
     def __init__(self, kv: KVCache, cost: CostModel) -> None:
         self.cost = cost
         self.num_preemptions = 0
         self._kv = kv
-        self._returning: set[LiveRequest] = set()
+        self.returning: set[LiveRequest] = set()
 
     def swap_out_if_cheaper(self, request: LiveRequest) -> bool:
         """Swap a request's pages to the host, if that is cheaper and the host has space.
@@ -138,24 +104,13 @@ class SwapTracker:
         self.num_preemptions += 1
         return True
 
-    def on_start(self, request: LiveRequest) -> None:
-        """Track a request that starts again, if it holds host pages."""
-        if request.host_pages:
-            self._returning.add(request)
-
-    def on_stop(self, request: LiveRequest) -> None:
-        """Stop tracking a request that ended or was preempted again."""
-        self._returning.discard(request)
-
     def release_returned(self) -> None:
         """Release the host pages of requests whose branches all run again.
 
         Call when the step that loaded the pages was executed.
         """
-        if not self._returning:
-            return
-        for request in [request for request in self._returning if not request.num_waiting_branches]:
-            self._returning.remove(request)
+        for request in [request for request in self.returning if not request.num_waiting_branches]:
+            self.returning.remove(request)
             self.release(request)
 
     def release(self, request: LiveRequest) -> None:

@@ -39,10 +39,8 @@ from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
-import numpy as np
-
 from chatcache.kv_cache.manager import KVCache
-from chatcache.kv_cache.page_hash import TOKEN_BYTES
+from chatcache.kv_cache.pool import num_common_tokens
 from chatcache.kv_cache.prefix_match import PrefixMatch
 from chatcache.scheduler.branches import num_missing_pages
 from chatcache.scheduler.decode_batch import DecodeBatch
@@ -123,25 +121,24 @@ class WaitingQueue:
         if self._counters is not None and name not in self._queues and is_new:
             self._counters.on_namespace_queued(name, self._queues.keys())
         insort(self._queues.setdefault(name, []), request, key=_service_order)
-        self._num_requests += 1
-        self.num_prompt_tokens += len(request.prompt)
-        num_requests, num_tokens = self.namespace_size(request.namespace)
-        self._sizes[request.namespace] = num_requests + 1, num_tokens + len(request.prompt)
+        self._count(request, 1)
 
     def remove(self, request: LiveRequest) -> None:
         name = self._queue_name(request)
         queue = self._queues[name]
         queue.remove(request)
-        self._num_requests -= 1
-        self.num_prompt_tokens -= len(request.prompt)
-        num_requests, num_tokens = self.namespace_size(request.namespace)
-        self._sizes[request.namespace] = num_requests - 1, num_tokens - len(request.prompt)
-        if num_requests == 1:
-            del self._sizes[request.namespace]
+        self._count(request, -1)
         if not queue:
             del self._queues[name]
             if self._counters is not None:
                 self._counters.on_namespace_drained(name)
+
+    def _count(self, request: LiveRequest, change: int) -> None:
+        self._num_requests += change
+        self.num_prompt_tokens += change * len(request.prompt)
+        num_requests, num_tokens = self._sizes.pop(request.namespace, (0, 0))
+        if num_requests + change:
+            self._sizes[request.namespace] = num_requests + change, num_tokens + change * len(request.prompt)
 
     def _queue_name(self, request: LiveRequest) -> str:
         return "" if self._counters is None else request.namespace
@@ -164,7 +161,7 @@ class WaitingQueue:
                 continue
             if max_tokens is not None and request.leader.num_tokens - start.num_tokens > max_tokens:
                 continue
-            if running and not self._fits(start):
+            if running and self._num_pages_needed(start) > self._kv.pool.num_free:
                 return None
             return start
         return None
@@ -220,9 +217,6 @@ class WaitingQueue:
             return False
         key = keys[num_matched]
         return any(key in other.pending_keys for other in self._decode_batch.unbatched_requests)
-
-    def _fits(self, start: Start) -> bool:
-        return self._num_pages_needed(start) <= self._kv.pool.num_free
 
     def _num_pages_needed(self, start: Start) -> int:
         """Count the free pages needed to start a request without preempting another soon.
@@ -282,16 +276,8 @@ def find_fork(request: LiveRequest, running: Sequence[LiveRequest], decode_batch
             continue
         decode_batch.flush(branch)
         longest = min(branch.table.num_tokens, request.num_prompt_tokens - 1)
-        num_tokens = _num_common(branch.span(0, longest), request.prompt_bytes)
+        num_tokens = num_common_tokens(branch.span(0, longest), request.prompt_bytes)
         better = best is None or (num_tokens, branch.id == point.index) > (best.num_tokens, False)
         if num_tokens and better:
             best = LiveFork(branch, num_tokens, num_tokens == longest)
     return best
-
-
-def _num_common(head: bytes, tokens: bytes) -> int:
-    """Count the leading tokens of `head` that are also the first tokens of `tokens`."""
-    if tokens.startswith(head):
-        return len(head) // TOKEN_BYTES
-    different = np.frombuffer(head, "<i4") != np.frombuffer(tokens[: len(head)], "<i4")
-    return int(np.argmax(different))

@@ -11,6 +11,7 @@ import numpy as np
 
 from chatcache.kv_cache.page_hash import TOKEN_BYTES, CacheScope, PageHashChain, encode_tokens
 from chatcache.kv_cache.page_table import PageTable
+from chatcache.kv_cache.pool import num_common_tokens
 from chatcache.types.actions import Pooler, Strategy
 from chatcache.types.events import CacheMiss, TokenLogprob
 from chatcache.types.plan import I32
@@ -81,8 +82,8 @@ class LiveRequest:
     strategy, if it pools hidden states.
     `explain`: record in `miss` why its first start did not find more in the cache. `resume_point`: where to continue a
     request of a failed engine, until it is queued. `host_pages`, `host_states`: those that it holds while preempted.
-    `marks`: see `GenerateRequest`. `accepted_s`, `admitted_s` (first start) and `first_token_s` are values of
-    `time.perf_counter`.
+    `marks`: ascending numbers of prompt tokens after which other requests may continue in another way, see `snapshots`.
+    `accepted_s`, `admitted_s` (first start) and `first_token_s` are values of `time.perf_counter`.
 
     While the request waits, `hash_chain` holds the page keys of its first branch. While it runs, `pending_keys` are the
     keys of the pages that it is computing, `num_waiting_branches` of its branches wait for pages or their fork source,
@@ -202,36 +203,8 @@ class LiveRequest:
                 continue  # what they share does not change
             branch.fork_source, branch.num_shared_tokens = None, 0
             for other in candidates:
-                num_common = min(num_common_tokens(branch, other), branch.num_tokens - 1, other.num_tokens - 1)
+                num_common = self.num_prompt_tokens + num_common_tokens(branch.outputs, other.outputs)
+                num_common = min(num_common, branch.num_tokens - 1, other.num_tokens - 1)
                 if branch.fork_source is None or num_common > branch.num_shared_tokens:
                     branch.fork_source, branch.num_shared_tokens = other, num_common
             candidates.append(branch)
-
-
-def num_common_tokens(a: Branch, b: Branch) -> int:
-    """Count the leading tokens that two branches of one request share."""
-    size = min(len(a.outputs), len(b.outputs))
-    left, right = np.frombuffer(a.outputs[:size], "<i4"), np.frombuffer(b.outputs[:size], "<i4")
-    different = np.flatnonzero(left != right)
-    return a.request.num_prompt_tokens + (int(different[0]) if different.size else len(left))
-
-
-def worst_case_pages(num_prompt_tokens: int, max_tokens: int, num_branches: int, page_size: int) -> int:
-    """Return the most pages that a request can hold at once.
-
-    In the worst case nothing is matched and all branches live to the end, sharing only the full pages of the prompt.
-    The last sampled token is never computed, so a branch stores at most num_prompt_tokens + max_tokens - 1 tokens.
-    """
-    num_pages = -(-(num_prompt_tokens + max_tokens - 1) // page_size)
-    if max_tokens == 1:
-        return num_pages  # no branch writes after the prompt
-    num_shared = num_prompt_tokens // page_size
-    return num_shared + num_branches * (num_pages - num_shared)
-
-
-def max_tokens_that_fit(num_prompt_tokens: int, num_branches: int, page_size: int, num_pages: int) -> int:
-    """Return the largest `max_tokens` whose worst case fits; less than 1 if none does."""
-    num_shared = num_prompt_tokens // page_size
-    num_private = (num_pages - num_shared) // num_branches
-    max_tokens = (num_shared + num_private) * page_size - num_prompt_tokens + 1
-    return max_tokens if max_tokens > 1 else int(num_prompt_tokens <= num_pages * page_size)

@@ -46,9 +46,9 @@ from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.prefix_match import NEVER_COMPUTED
 from chatcache.kv_cache.stats import PageUsage, page_usage
 from chatcache.scheduler.batch import BatchBuilder, Step
-from chatcache.scheduler.branches import BranchManager, RowAllocator, num_missing_pages
+from chatcache.scheduler.branches import BranchManager, RowAllocator
 from chatcache.scheduler.decode_batch import DecodeBatch
-from chatcache.scheduler.fairness import FairnessAccounting, VirtualTokenCounter
+from chatcache.scheduler.fairness import VirtualTokenCounter
 from chatcache.scheduler.preemption import CostModel, SwapTracker
 from chatcache.scheduler.queue import Start, WaitingQueue, preemption_key
 from chatcache.scheduler.request import LiveRequest
@@ -113,12 +113,11 @@ class Scheduler:
         self.num_live_forks = 0  # requests that started as a fork of a running branch
         self.running: list[LiveRequest] = []  # in service order
         self.swaps = SwapTracker(kv, cost or CostModel())
-        self._fairness = FairnessAccounting(counters) if counters is not None else None
+        self._counters = counters
         self._rows = RowAllocator(num_slots)
         self._decode_batch = DecodeBatch(kv, num_slots)
         self.waiting = WaitingQueue(kv, self._decode_batch, counters)
         self._branches = BranchManager(kv, self._rows, self._decode_batch)
-        self._num_branches = 0  # of all running requests
         self._started: set[LiveRequest] = set()  # requests started in this plan
 
     def add(self, request: LiveRequest) -> None:
@@ -128,7 +127,7 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """Plan one step: grant tokens, pages and rows. None if there is no request."""
-        if self._num_branches > self.max_num_batched_tokens:
+        if self._decode_batch.unbatched_requests and self._is_budget_tight:
             self._decode_batch.remove_all()
         self._started.clear()
         for request in list(self._decode_batch.unbatched_requests):
@@ -141,19 +140,10 @@ class Scheduler:
         batch = BatchBuilder(self.kv, self.max_num_batched_tokens, self._decode_batch)
         self._decode_batch.remove_ineligible()
         self._decode_batch.copied_requests.clear()
-        if self._decode_batch.has_unreserved:
-            copies, updates = self._decode_batch.reserve()
-            batch.add_copies(copies, updates)
-            self.num_page_copies += len(copies)
-        decode_updates = self._decode_batch.advance_pages()
+        decode_updates = self._reserve_decode_batch(batch)
         if self._decode_batch.unbatched_requests:
             self._grant_running(batch)
-        if not batch.granted and not self._decode_batch.num_branches:
-            return None
-        self.num_steps += 1
-        swaps = self.kv.host.pending_copies() if self.kv.host is not None else ((), ())
-        forks = self._rows.pop_forks() if self._rows.forks else []
-        return batch.build(self.num_steps, forks, decode_updates, swaps)
+        return self._build(batch, decode_updates)
 
     def _rewind_states(self) -> None:
         """Shorten the tables whose state has consumed a token that their branch did not continue with."""
@@ -170,12 +160,10 @@ class Scheduler:
         unbatched = self._decode_batch.unbatched_requests
         if not self.running or any(r.num_waiting_branches or token_demand(r)[0] for r in unbatched):
             return False  # a branch waits, or decodes outside the batch
-        return self._decode_batch.can_schedule_ahead() and not self._can_start_request()
-
-    def _can_start_request(self) -> bool:
-        if not len(self.waiting) or self.max_num_batched_tokens <= self._decode_batch.num_branches:
+        if not self._decode_batch.can_schedule_ahead():
             return False
-        return self.waiting.find_start(self.running, self._rows.num_unreserved) is not None
+        can_start = len(self.waiting) and self._decode_batch.num_branches < self.max_num_batched_tokens
+        return not can_start or self.waiting.find_start(self.running, self._rows.num_unreserved) is None
 
     def plan_ahead(self) -> Step | None:
         """Plan the next step before the results of the last one; tokens sampled by that one are PENDING_TOKEN.
@@ -184,39 +172,40 @@ class Scheduler:
         as pages are free. None if nothing can be computed.
         """
         batch = BatchBuilder(self.kv, self.max_num_batched_tokens, self._decode_batch)
-        if self._decode_batch.has_unreserved:  # the commit of a snapshot filled their last page
-            batch.add_copies(*self._decode_batch.reserve())
-        decode_updates = self._decode_batch.advance_pages()
+        decode_updates = self._reserve_decode_batch(batch)
         requests = sorted(self._decode_batch.unbatched_requests, key=self._preemption_key)
         shares = self._share_prefill(requests)
         for request in requests:
             self._grant(request, batch, shares.get(request, 0))
+        return self._build(batch, decode_updates)
+
+    def _reserve_decode_batch(self, batch: BatchBuilder) -> I32:
+        """Give each branch of the decode batch a cell for its next token, or remove it; return the table updates."""
+        if self._decode_batch.has_unreserved:
+            copies, updates = self._decode_batch.reserve()
+            batch.add_copies(copies, updates)
+            self.num_page_copies += len(copies)
+        return self._decode_batch.advance_pages()
+
+    def _build(self, batch: BatchBuilder, decode_updates: I32) -> Step | None:
+        """Build the planned step; None if nothing is computed in it."""
         if not batch.granted and not self._decode_batch.num_branches:
             return None
         self.num_steps += 1
-        return batch.build(self.num_steps, [], decode_updates)
+        forks = self._rows.pop_forks() if self._rows.forks else []
+        return batch.build(self.num_steps, forks, decode_updates)
 
     @property
     def _is_budget_tight(self) -> bool:
-        """Whether there are more branches than tokens in a step, so that the decode batch cannot be used."""
-        return self._num_branches > self.max_num_batched_tokens
+        """Whether more branches have pages than a step has tokens, so that the decode batch cannot be used."""
+        return self._rows.num_used > self.max_num_batched_tokens
 
     def _reattach(self, requests: list[LiveRequest]) -> None:
         """Start waiting branches of running requests, if their fork source is ready and enough pages are free."""
-        if not any(request.num_waiting_branches for request in requests):
-            return
-        attached = [
-            branch
-            for request in requests
-            for branch in request.branches.values()
-            if branch.table is not None and not branch.in_decode_batch
-        ]
-        num_needed = (
-            sum(num_missing_pages(self.kv, branch) + 1 for branch in attached) + self._decode_batch.num_branches
-        )
-        num_free = self.kv.pool.num_free - num_needed
-        for request in requests:
-            if request.num_waiting_branches:
+        requests = [request for request in requests if request.num_waiting_branches]
+        if requests:
+            num_free = self.kv.pool.num_free - self.waiting.num_pages_kept_free(self.running[0])
+            for request in requests:
                 num_free = self._branches.reattach(request, num_free)
 
     def _admit(self) -> None:
@@ -257,7 +246,7 @@ class Scheduler:
             return {}
         num_decoding = self._decode_batch.num_branches + sum(num_single for num_single, _ in demands)
         num_tokens = self._num_prefill_tokens(num_decoding, is_shared=len(prompts) > 1)
-        groups = [request.namespace if self._fairness is not None else "" for request, _ in prompts]
+        groups = [request.namespace if self._counters is not None else "" for request, _ in prompts]
         shares = share_tokens([wanted for _, wanted in prompts], num_tokens, groups)
         return {request: share for (request, _), share in zip(prompts, shares, strict=True)}
 
@@ -305,11 +294,11 @@ class Scheduler:
         self.waiting.remove(request)
         self._started.add(request)
         request.admitted_s = request.admitted_s or time.perf_counter()
-        self.swaps.on_start(request)
+        if request.host_pages:
+            self.swaps.returning.add(request)
         self._decode_batch.unbatched_requests.add(request)
         insort(self.running, request, key=_service_order)
         self._rows.num_reserved += request.max_branches
-        self._num_branches += len(request.branches)
         if fork is not None:
             self.num_live_forks += 1
             self._branches.start_as_fork(request.leader, fork.branch, fork.num_tokens)
@@ -322,18 +311,17 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = start.num_tokens
             add_divergence(request, match, self.kv.page_size)
-            if self._fairness is not None:
-                self._fairness.charge_start(request)
+            if self._counters is not None:
+                self._counters.charge_start(request)
 
     def _stop(self, request: LiveRequest) -> None:
         """Remove a request, whose branches were closed or detached, from the running ones."""
         del self.running[bisect_left(self.running, request.service_order, key=_service_order)]
         if self._reservation is not None:
             self._reservation.release(request)
-        self.swaps.on_stop(request)
+        self.swaps.returning.discard(request)
         self._decode_batch.unbatched_requests.discard(request)
         self._rows.num_reserved -= request.max_branches
-        self._num_branches -= len(request.branches)
         request.pending_keys = frozenset()
 
     def _is_running(self, request: LiveRequest) -> bool:
@@ -370,10 +358,10 @@ class Scheduler:
 
     def drop_finished_rows(self, step: Step) -> Step:
         """Return the last planned step without rows of branches that ended or left. A query."""
-        rows = self._decode_batch.active_rows(step.decode_rows)
+        rows = self._decode_batch.active_rows(step.decode_branches)
         if rows is None and all(branch.table is not None for branch, _ in step.granted):
             return step
-        all_rows = np.arange(len(step.decode_rows.branches), dtype=np.int32)
+        all_rows = np.arange(len(step.decode_branches), dtype=np.int32)
         return step.without_ended_rows(all_rows if rows is None else rows)
 
     def commit(self, step: Step, faulty: Collection[LiveRequest] = ()) -> None:
@@ -390,13 +378,14 @@ class Scheduler:
             self.kv.commit(table, tokens)
             if request.pending_keys and table.num_tokens == branch.num_tokens:
                 request.pending_keys = frozenset()
-        self._decode_batch.advance(step.decode_rows)
+        self._decode_batch.advance(step.decode_branches)
         for branch in step.saved:
             self._decode_batch.flush(branch)
         self.kv.complete_step()
-        self.swaps.release_returned()
-        if self._fairness is not None:
-            self._fairness.charge_step(step)
+        if self.swaps.returning:
+            self.swaps.release_returned()
+        if self._counters is not None:
+            self._counters.charge_step(step)
 
     def apply(self, request: LiveRequest, actions: Sequence[BranchAction]) -> None:
         """Apply the actions of the request's decoding strategy to its branches.
@@ -407,15 +396,21 @@ class Scheduler:
             branch = request.branches.get(action.branch)
             if branch is not None and branch.in_decode_batch and self._decode_batch.extend(branch, action.token):
                 return
-        num_before = len(request.branches)
-        if request.num_unbatched and not self._is_budget_tight and actions and isinstance(actions[0], Reorder):
-            self._branches.move_to_decode_batch(request)
-        try:
-            self._branches.apply(request, actions)
-        finally:
-            self._num_branches += len(request.branches) - num_before
+        if len(actions) == 1 and isinstance(action := actions[0], Reorder):
+            if request.num_unbatched:
+                self._move_to_decode_batch(request)
+            if self._branches.reorder(request, action):
+                return
+            actions = action.as_actions()
+        self._branches.apply(request, actions)
+        self._move_to_decode_batch(request)
+
+    def _move_to_decode_batch(self, request: LiveRequest) -> None:
+        """Move the request's eligible branches into the decode batch."""
         if request.num_unbatched and not self._is_budget_tight:
-            self._branches.move_to_decode_batch(request)
+            for branch in request.branches.values():
+                if not branch.in_decode_batch:
+                    self._decode_batch.add_if_eligible(branch)
         if not request.num_unbatched:
             self._decode_batch.unbatched_requests.discard(request)
 
@@ -455,7 +450,6 @@ class Scheduler:
         is_running = self._is_running(request)
         if branch_id is not None:
             self._branches.drop(request, branch_id)
-            self._num_branches -= is_running
             if not request.num_unbatched:
                 self._decode_batch.unbatched_requests.discard(request)
         request.max_branches -= 1
@@ -488,11 +482,10 @@ class Scheduler:
         """Yield the violated invariants of an idle scheduler, which has no request."""
         if self.running or len(self.waiting):
             yield f"{len(self.running)} requests run and {len(self.waiting)} wait, but the engine has none"
-        if self._rows.num_free != self._rows.num_slots or self._rows.num_reserved:
-            yield f"{self._rows.num_free} rows are free, {self._rows.num_reserved} reserved, of {self._rows.num_slots}"
-        if self._num_branches or self._decode_batch.num_branches or self._decode_batch.unbatched_requests:
-            num_batched = self._decode_batch.num_branches
-            yield f"{self._num_branches} branches are counted, {num_batched} of them in the decode batch"
+        if self._rows.num_used or self._rows.num_reserved:
+            yield f"{self._rows.num_used} rows are used, {self._rows.num_reserved} reserved"
+        if self._decode_batch.num_branches or self._decode_batch.unbatched_requests:
+            yield f"{self._decode_batch.num_branches} branches are in the decode batch"
 
     @property
     def num_slots(self) -> int:

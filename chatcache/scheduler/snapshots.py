@@ -2,8 +2,8 @@
 
 A snapshot is worth its slot where another request can start on it:
 
-    marks      the ends of messages, which the chat layer knows: the first one, usually the end of the system prompt
-               that conversations share, and the last NUM_LAST_MARKS, where the next or a repeated turn begins
+    marks      the ends of messages: the first one, usually the end of the system prompt that conversations share, and
+               the last NUM_LAST_MARKS, where the next or a repeated turn begins
     divergence where the cached pages of a prompt end, if that is at least a page after the snapshot that it starts on:
                the prompts that share those tokens may be many, as with examples before the question
     boundary   the last page boundary of a prompt, if no mark is after it: the same prompt may come again
@@ -26,12 +26,12 @@ NUM_LAST_MARKS = 2
 
 
 def message_marks(request: GenerateRequest, end_ids: Collection[int]) -> list[int]:
-    """Return the marks of a prompt to take snapshots at: its own, the ends of messages and of the public tokens.
+    """Return the marks of a prompt to take snapshots at: the ends of messages and of the public tokens.
 
     `end_ids`: the tokens that end a message.
     """
     ends = [index for index, token in enumerate(request.prompt, 1) if token in end_ids]
-    marks = sorted({*request.marks, *ends, request.num_public_tokens}.intersection(range(1, len(request.prompt))))
+    marks = sorted({*ends, request.num_public_tokens}.intersection(range(1, len(request.prompt))))
     return [*marks[:1], *marks[1:][-NUM_LAST_MARKS:]]
 
 

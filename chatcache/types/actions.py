@@ -18,13 +18,16 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
 
 from chatcache.errors import UnsupportedParameterError
 from chatcache.types.events import LiveBeam, TokenLogprob
-from chatcache.types.plan import F32, I32, U32
+from chatcache.types.plan import F32, U32, Draws, EditTable, LogitEdit, LogitMask
 
-LogitChanges = tuple[tuple[I32, F32, F32] | None, U32 | None]
-"""(ids, scale, add) of a `plan.LogitEdit` and the words of a `plan.LogitMask`, or None for either."""
+MASK_64 = 2**64 - 1
+
+LogitChanges = tuple[EditTable | None, U32 | None]
+"""The table of a `plan.LogitEdit` and the words of a `plan.LogitMask`, or None for either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,28 @@ class DrawSpec:
     top_p: float = 1.0
     min_p: float = 0.0
     num_top: int = 0
-    edit: tuple[I32, F32, F32] | None = None
+    edit: EditTable | None = None
     mask: U32 | None = None
     next_changes: Callable[[], LogitChanges] | None = None
     changes_stay: Callable[[], bool] | None = None
+
+
+def pack_draws(specs: Sequence[DrawSpec], rows: Sequence[int], positions: Sequence[int]) -> Draws:
+    """Pack draw specs as arrays: one draw of each spec from its row at its position."""
+    return Draws(
+        row=np.array(rows, np.int32),
+        width=np.array([spec.width for spec in specs], np.int32),
+        seed=np.array([spec.seed & MASK_64 for spec in specs], np.uint64),
+        lane=np.array([spec.lane for spec in specs], np.int32),
+        position=np.array(positions, np.int32),
+        temperature=np.array([spec.temperature for spec in specs], np.float32),
+        top_k=np.array([spec.top_k for spec in specs], np.int32),
+        top_p=np.array([spec.top_p for spec in specs], np.float32),
+        min_p=np.array([spec.min_p for spec in specs], np.float32),
+        num_top=np.array([spec.num_top for spec in specs], np.int32),
+        edits=tuple(LogitEdit(draw, spec.edit) for draw, spec in enumerate(specs) if spec.edit is not None),
+        masks=tuple(LogitMask(draw, spec.mask) for draw, spec in enumerate(specs) if spec.mask is not None),
+    )
 
 
 class Candidates(msgspec.Struct, frozen=True, gc=False, array_like=True):

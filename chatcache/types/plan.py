@@ -36,7 +36,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -77,18 +77,46 @@ class Rows:
     tokens: I32
     state: I32 = field(default_factory=_no_states)
 
+    def select(self, which: NDArray[np.integer[Any]]) -> Rows:
+        """Return the rows at these ascending indices."""
+        is_kept = np.zeros(len(self.slot), bool)
+        is_kept[which] = True
+        tokens = self.tokens[np.repeat(is_kept, self.num_tokens)]
+        state = self.state[which] if len(self.state) else self.state
+        return Rows(self.slot[which], self.start[which], self.num_tokens[which], tokens, state)
+
+    def concat(self, other: Rows) -> Rows:
+        """Return these rows followed by `other`."""
+        return Rows(
+            np.concatenate((self.slot, other.slot)),
+            np.concatenate((self.start, other.start)),
+            np.concatenate((self.num_tokens, other.num_tokens)),
+            np.concatenate((self.tokens, other.tokens)),
+            np.concatenate((self.state, other.state)),
+        )
+
+
+EDIT = np.dtype([("ids", np.int32), ("scale", np.float32), ("add", np.float32)])
+EditTable = NDArray[np.void]
+"""Rows of type EDIT with unique ids. Shape [K]."""
+
+
+def edit_table(ids: ArrayLike, scale: ArrayLike, add: ArrayLike) -> EditTable:
+    """Return the table of an edit. Shapes [K]."""
+    table = np.empty(np.shape(ids), EDIT)
+    table["ids"], table["scale"], table["add"] = ids, scale, add
+    return table
+
 
 class LogitEdit(msgspec.Struct, frozen=True, gc=False):
     """Sparse change to the logits of one draw: penalties, logit_bias, bans (min_tokens).
 
-    logit = logit / scale if logit > 0 else logit * scale; then logit += add; a ban is add = -inf. The ids are unique.
-    Shapes: ids, scale, add [K].
+    logit = logit / scale if logit > 0 else logit * scale; then logit += add; a ban is add = -inf. The table belongs to
+    the decoding strategy, which may change it when the step has its result.
     """
 
     draw: int
-    ids: I32
-    scale: F32
-    add: F32
+    table: EditTable
 
 
 class LogitMask(msgspec.Struct, frozen=True, gc=False):
@@ -149,7 +177,7 @@ class Draws:
     def concat(self, other: Draws) -> Draws:
         """Return these draws followed by `other`."""
         first, second, shift = self.arrays(), other.arrays(), len(self.row)
-        edits = [LogitEdit(edit.draw + shift, edit.ids, edit.scale, edit.add) for edit in other.edits]
+        edits = [LogitEdit(edit.draw + shift, edit.table) for edit in other.edits]
         masks = [LogitMask(mask.draw + shift, mask.words) for mask in other.masks]
         draws = Draws.of([np.concatenate(pair) for pair in zip(first, second, strict=True)])
         return replace(draws, edits=(*self.edits, *edits), masks=(*self.masks, *masks))

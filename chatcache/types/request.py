@@ -239,10 +239,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     `scheduling_policy="priority"`. `fork_of`: a hint that the prompt has the same first tokens as that candidate, of
     the same namespace; if its request is running, its pages are forked, otherwise the hint has no effect.
     `explain`: report in `Started` what the request found in the cache, and why not more. `resume_point`: set if a
-    failed engine process had accepted the request before. `marks`: ascending numbers of prompt tokens after which other
-    requests may continue in another way. Models with recurrent layers keep their state there, and after each token that
-    ends a message. `prompt_logprobs_start`: the first prompt token whose log-probability is reported; those before it
-    may come from the cache.
+    failed engine process had accepted the request before. `prompt_logprobs_start`: the first prompt token whose
+    log-probability is reported; those before it may come from the cache.
     """
 
     request_id: str
@@ -257,7 +255,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     fork_of: ForkPoint | None = None
     explain: bool = False
     resume_point: ResumePoint | None = None
-    marks: tuple[int, ...] = ()
     prompt_logprobs_start: int = 0
 
 

@@ -59,7 +59,7 @@ def edited(logits: F32, spec: DrawSpec) -> F32:
     """Apply a draw's edit as `sched.plan.LogitEdit` says."""
     if spec.edit is None:
         return logits
-    ids, scale, add = spec.edit
+    ids, scale, add = spec.edit["ids"], spec.edit["scale"], spec.edit["add"]
     assert len(np.unique(ids)) == len(ids)
     result = logits.copy()
     result[ids] = np.where(result[ids] > 0, result[ids] / scale, result[ids] * scale) + add

@@ -22,7 +22,7 @@ def after(edits: LogitEdits, logits: F32) -> F32:
     edit = edits.edit(ban=False)
     result = logits.copy()
     if edit is not None:
-        ids, scale, add = edit
+        ids, scale, add = edit["ids"], edit["scale"], edit["add"]
         assert len(set(ids.tolist())) == len(ids)
         result[ids] = np.where(result[ids] > 0, result[ids] / scale, result[ids] * scale) + add
     return result
@@ -76,12 +76,13 @@ def test_bad_words_ban_the_tokens_that_transformers_bans() -> None:
 
 def test_bans_do_not_change_an_edit_that_was_returned() -> None:
     edits = LogitEdits(SamplingParams(no_repeat_ngram_size=1, logit_bias={2: 1.0}), prompt=[1])
-    ids, _, add = edits.edit(ban=False) or (None, None, None)
-    assert ids is not None and add is not None
-    before = ids.tolist(), add.tolist()
+    planned = edits.edit(ban=False)
+    assert planned is not None
+    before = planned.tolist()
     edits.record(2)
-    edits.edit(ban=False)
-    assert (ids.tolist(), add.tolist()) == before
+    banned = edits.edit(ban=False)
+    assert banned is not None and banned.tolist() == [(2, 1.0, -np.inf), (1, 1.0, -np.inf)]
+    assert planned.tolist() == before
 
 
 def test_parameters_without_bans_have_no_state() -> None:

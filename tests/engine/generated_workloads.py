@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from chatcache.scheduler.request import worst_case_pages
+from chatcache.engine.admission import worst_case_pages
 from chatcache.types.request import (
     BeamSearchParams,
     ForkPoint,
@@ -18,11 +18,15 @@ from chatcache.types.request import (
     num_branches,
     num_gang_branches,
 )
-from tests.engine.oracle import NARROW, VOCAB, WANDER, RandomForks, expected_answer
+from tests.engine.oracle import MODEL_INFO, NARROW, VOCAB, WANDER, RandomForks, expected_answer
 from tests.engine.workloads import Arrival, Workload
 
 AHEAD = ["", "eager", "lazy", "lazy"]
-_FAMILIES = [tuple(int(t) for t in np.random.default_rng(i).integers(1, VOCAB, 48)) for i in range(3)]
+_END = MODEL_INFO.eos_token_ids[0]  # the token that ends a message
+_FAMILIES = [
+    tuple(_END if rng.random() < 0.1 * i else int(t) for t in rng.integers(1, VOCAB, 48))
+    for i, rng in enumerate(map(np.random.default_rng, range(3)))
+]
 
 
 def until_it_fails(max_examples: int) -> settings:
@@ -43,7 +47,7 @@ def prompts(draw: st.DrawFn) -> tuple[int, ...]:
     """Generate prompts of a few families, so that prefixes are often shared."""
     family = draw(st.sampled_from(_FAMILIES))
     shared = draw(st.integers(1, 40))
-    own = draw(st.lists(st.integers(1, VOCAB - 1), max_size=8))
+    own = draw(st.lists(st.integers(0, VOCAB - 1), max_size=8))
     return (*family[:shared], *own)
 
 
@@ -93,7 +97,6 @@ def requests(draw: st.DrawFn, number: int, tight: bool = False, calm: bool = Fal
         namespace=namespace,
         num_public_tokens=num_public,
         priority=draw(st.sampled_from([0, 0, -1, 5])),
-        marks=tuple(sorted(draw(st.sets(st.integers(1, len(prompt)), max_size=4)))),
     )
 
 
@@ -120,7 +123,7 @@ def forks(
     if namespace.startswith(WANDER) != request.namespace.startswith(WANDER):
         namespace = request.namespace
     point = ForkPoint(source.request.request_id, draw(st.sampled_from([0, index])))
-    fork = replace(request, prompt=prompt, namespace=namespace, num_public_tokens=0, fork_of=point, marks=())
+    fork = replace(request, prompt=prompt, namespace=namespace, num_public_tokens=0, fork_of=point)
     step = source.step + draw(st.integers(1, 12))
     return Arrival(fork, step, None, draw(drops(fork, step)))
 

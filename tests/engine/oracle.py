@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chatcache.decoding.strategy import make_strategy
-from chatcache.scheduler.decode_batch import pack_draws
 from chatcache.types.actions import (
     Advance,
     BranchAction,
@@ -21,6 +20,7 @@ from chatcache.types.actions import (
     Output,
     Release,
     expand_actions,
+    pack_draws,
 )
 from chatcache.types.actions import Strategy as DecodeStrategy
 from chatcache.types.events import CandidateDone, TokenLogprob, Tokens

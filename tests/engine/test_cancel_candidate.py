@@ -317,9 +317,9 @@ def counts_kept(patch: Patch) -> None:
     original = Scheduler.drop_branch
 
     def drop(self: Scheduler, request: LiveRequest, branch_id: int | None) -> int:
-        num_branches, promised = self._num_branches, self._rows.num_reserved
+        num_reserved = self._rows.num_reserved
         num_pages = original(self, request, branch_id)
-        self._num_branches, self._rows.num_reserved = num_branches, promised
+        self._rows.num_reserved = num_reserved
         return num_pages
 
     patch.setattr(Scheduler, "drop_branch", drop)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from chatcache.scheduler.decode_batch import pack_draws
-from chatcache.types.actions import DrawSpec
+from chatcache.types.actions import DrawSpec, pack_draws
 from chatcache.types.plan import I32, PENDING_TOKEN, Rows, StepPlan
 from tests.support.fake_device import InvalidPlanError
 from tests.support.fake_runner import FakeRunner, fake_capacity

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from chatcache.scheduler.decode_batch import pack_draws
-from chatcache.types.actions import DrawSpec
-from chatcache.types.plan import Rows, StepPlan
+from chatcache.types.actions import DrawSpec, pack_draws
+from chatcache.types.plan import Rows, StepPlan, edit_table
 from tests.support.fake_runner import FakeRunner, fake_capacity, history_of
 from tests.support.fake_sampling import log_softmax
 
@@ -92,7 +91,7 @@ def test_fake_runner_draws_follow_the_contract() -> None:
     frequencies = np.bincount([ids[0] for ids in lanes], minlength=50) / 2000
     probabilities = np.exp(log_softmax(fake.logits(history)))
     assert np.abs(frequencies - probabilities).max() < 0.05
-    banned = (np.array([best[0]], np.int32), np.ones(1, np.float32), np.array([-np.inf], np.float32))
+    banned = edit_table([best[0]], 1.0, -np.inf)
     assert draw(DrawSpec(temperature=0.0, edit=banned))[0] == [[best[1]]]
 
 
@@ -101,7 +100,7 @@ def test_fake_runner_edits_scale_by_sign_and_then_add() -> None:
     history = history_of(TOKENS)
     logits = fake.logits(history)
     top = int(np.argmax(logits))
-    edit = (np.array([top], np.int32), np.array([1e6], np.float32), np.array([0.0], np.float32))
+    edit = edit_table([top], 1e6, 0.0)
     result = fake.draw(pack_draws([DrawSpec(temperature=0.0, edit=edit)], [0], [9]), [history], [5])
     assert result.tokens[0, 0] != top
     assert result.logprobs[0, 0] == pytest.approx(float(log_softmax(logits)[result.tokens[0, 0]])), "raw, not edited"

@@ -8,9 +8,8 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from chatcache.scheduler.decode_batch import pack_draws
-from chatcache.types.actions import DrawSpec
-from chatcache.types.plan import NOTHING_LEFT, Rows, Scores, StepPlan, StepResult
+from chatcache.types.actions import DrawSpec, pack_draws
+from chatcache.types.plan import NOTHING_LEFT, Rows, Scores, StepPlan, StepResult, edit_table
 from tests.support.fake_runner import FakeRunner, fake_capacity, history_of
 from tests.support.fake_sampling import log_softmax
 
@@ -144,6 +143,6 @@ def test_the_first_of_many_is_the_one_drawn_alone() -> None:
 
 def test_edits_beyond_the_vocabulary_change_nothing() -> None:
     runner = fake(vocab_size=10)
-    ids, ones = np.array([-1, 3, 10, 999], np.int32), np.ones(4, np.float32)
-    result = draw(runner, DrawSpec(temperature=0.0, edit=(ids, ones, 90 * ones)))
+    edit = edit_table([-1, 3, 10, 999], 1.0, 90.0)
+    result = draw(runner, DrawSpec(temperature=0.0, edit=edit))
     assert result.tokens[0, 0] == 3

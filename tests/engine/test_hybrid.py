@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from tests.engine.driver import VOCAB, drain, engine, output, request
 from tests.support.fake_runner import POISON, FakeRunner, fake_capacity, history_of
 
 PAGE = 4
+END_OF_MESSAGE = 0
 SYSTEM = tuple(range(1, 11))
 GREEDY = SamplingParams(max_tokens=7, temperature=0.0, ignore_eos=True)
 
@@ -37,9 +37,14 @@ def reply_of(prompt: tuple[int, ...], num_tokens: int = 7) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def ask(eng: Engine, name: str, prompt: tuple[int, ...], **fields: Any) -> int:
+def messages(num_tokens: int, *ends: int) -> tuple[int, ...]:
+    """Return a prompt in which messages end after these numbers of tokens."""
+    return tuple(END_OF_MESSAGE if i + 1 in ends else i % 60 + 1 for i in range(num_tokens))
+
+
+def ask(eng: Engine, name: str, prompt: tuple[int, ...]) -> int:
     """Run one greedy request alone, check its reply, and return how many prompt tokens were cached."""
-    eng.add(request(name, prompt=prompt, params=GREEDY, **fields))
+    eng.add(request(name, prompt=prompt, params=GREEDY))
     events = drain(eng)
     assert output(events, name) == reply_of(prompt)
     return next(event.num_cached_tokens for event in events if isinstance(event, Started))
@@ -60,54 +65,45 @@ def test_second_turn_starts_at_the_last_computed_token_of_the_first(is_async: bo
 
 def test_second_sighting_of_a_turn_starts_at_its_exact_end() -> None:
     eng, _ = hybrid(has_async_launch=True)
-    history = tuple(i % 60 + 1 for i in range(90))
-    end = len(history)
-    assert ask(eng, "a", (*history, 5, 6, 7), marks=(len(SYSTEM), 50, end)) == 0
-    assert ask(eng, "b", (*history, 8, 9, 7), marks=(len(SYSTEM), 50, end)) == end
+    history = messages(90, 10, 50, 90)
+    assert ask(eng, "a", (*history, 5, 6, 7)) == 0
+    assert ask(eng, "b", (*history, 8, 9, 7)) == 90
     assert ask(eng, "c", (*history[:50], 9, 9, 7)) == 50
-    assert ask(eng, "d", (*SYSTEM, 50, 51)) == len(SYSTEM)
+    assert ask(eng, "d", (*history[:10], 50, 51)) == 10
 
 
-def test_ends_of_messages_need_no_marks() -> None:
-    eng, _ = hybrid()
-    end = 0  # the token that ends a message of this model
-    chat = (*SYSTEM, end, *range(11, 40), end, *range(20, 50), end, 7, 8)
-    assert ask(eng, "a", chat) == 0
-    assert ask(eng, "b", (*chat[:-2], 9, 9)) == len(chat) - 2
-    assert ask(eng, "c", (*SYSTEM, end, 60, 61)) == len(SYSTEM) + 1
-
-
-def test_prompts_without_marks_start_where_an_earlier_one_diverged() -> None:
+@pytest.mark.parametrize("ends", [(), (46,)])
+def test_prompts_start_where_an_earlier_one_diverged_at_least_a_page_after_a_message(ends: tuple[int, ...]) -> None:
     """The second prompt to share tokens keeps a state at their end, also in the middle of a page."""
     eng, _ = hybrid()
-    common = tuple(i % 60 + 1 for i in range(50))
+    common = messages(50, *ends)
     assert ask(eng, "a", (*common, *range(1, 30))) == 0
-    assert ask(eng, "b", (*common, *range(2, 30))) == 0
+    assert ask(eng, "b", (*common, *range(2, 30))) == max(ends, default=0)
     assert ask(eng, "c", (*common, *range(3, 30))) == len(common)
-    assert ask(eng, "d", (*common, 61, *range(4, 30)), marks=(46,)) == len(common)
+    assert ask(eng, "d", (*common, 61, *range(4, 30))) == len(common)
 
 
-def test_prompts_that_diverge_less_than_a_page_after_a_mark_start_there() -> None:
+def test_prompts_that_diverge_less_than_a_page_after_a_message_start_at_its_end() -> None:
     eng, _ = hybrid()
-    history = tuple(i % 60 + 1 for i in range(50))
-    assert ask(eng, "a", history, marks=(30,)) == 0
+    history = messages(50, 30)
+    assert ask(eng, "a", history) == 0
     for number, name in enumerate("bc", 55):
-        assert ask(eng, name, (*history[:33], number, 9, 9, 9), marks=(30,)) == 30
+        assert ask(eng, name, (*history[:33], number, 9, 9, 9)) == 30
 
 
-@pytest.mark.parametrize("mark", [12, 10])
-def test_tokens_after_a_snapshot_are_computed_into_pages_of_their_own(mark: int) -> None:
+@pytest.mark.parametrize("end", [12, 10])
+def test_tokens_after_a_snapshot_are_computed_into_pages_of_their_own(end: int) -> None:
     """The pages that other requests may read are neither written again nor read after the snapshot."""
     eng, runner = hybrid()
-    history = tuple(i % 60 + 1 for i in range(40))
-    ask(eng, "a", (*history, 5, 6), marks=(mark,))
+    history = messages(40, end)
+    ask(eng, "a", (*history, 5, 6))
     kv = eng.scheduler.kv
     pages = kv._match_pages(kv.hash_pages((*history[:30], 9, 9))).pages
     assert len(pages) == 8
-    runner.cells[pages[-(-mark // PAGE) :]] = POISON
-    runner.cells[pages[mark // PAGE], mark % PAGE :] = POISON
+    runner.cells[pages[-(-end // PAGE) :]] = POISON
+    runner.cells[pages[end // PAGE], end % PAGE :] = POISON
     before = runner.cells[pages].copy()
-    assert ask(eng, "b", (*history[:30], 9, 9)) == mark
+    assert ask(eng, "b", (*history[:30], 9, 9)) == end
     assert (runner.cells[pages] == before).all()
 
 

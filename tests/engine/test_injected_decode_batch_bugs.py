@@ -101,9 +101,10 @@ def edits_of_the_step_before(patch: Patch) -> None:
 
     def enter(self: DecodeBatch, branch: Branch) -> None:
         original(self, branch)
-        if branch.in_decode_batch and callable(changes := self._changes[self._entry[branch.slot]]):
-            edit, mask = changes()
-            self._changes[self._entry[branch.slot]] = (edit, mask)
+        spec = self._changes[self._entry[branch.slot]] if branch.in_decode_batch else None
+        if spec is not None and spec.next_changes is not None:
+            edit, mask = spec.next_changes()
+            self._changes[self._entry[branch.slot]] = replace(spec, edit=edit, mask=mask, next_changes=None)
             self._num_changing -= 1
 
     patch.setattr(DecodeBatch, "add_if_eligible", enter)

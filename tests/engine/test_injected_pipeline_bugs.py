@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,7 @@ from chatcache.engine.pipeline import CompletedStep, StepPipeline
 from chatcache.kv_cache.page_hash import TOKEN_BYTES
 from chatcache.kv_cache.pool import InvariantError
 from chatcache.scheduler.batch import Step
-from chatcache.scheduler.decode_batch import DecodeBatch, DecodeRows
+from chatcache.scheduler.decode_batch import DecodeBatch
 from chatcache.scheduler.request import LiveRequest, encode_token
 from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.plan import I32, PENDING_TOKEN
@@ -27,15 +27,16 @@ Patch = pytest.MonkeyPatch
 
 def tokens_committed_as_planned(patch: Patch) -> None:
     """Commits the planned token instead of the sampled one."""
-    original = DecodeBatch.advance
+    original = Scheduler.commit
 
-    def advance(self: DecodeBatch, rows: DecodeRows) -> None:
-        for branch, token in zip(rows.branches, rows.rows.tokens.tolist(), strict=True):
+    def commit(self: Scheduler, step: Step, faulty: Collection[LiveRequest] = ()) -> None:
+        tokens = step.plan.rows.tokens.tolist()
+        for branch, token in zip(reversed(step.decode_branches), reversed(tokens), strict=False):
             if token == PENDING_TOKEN:
                 branch.outputs[-TOKEN_BYTES:] = encode_token(token)
-        original(self, rows)
+        original(self, step, faulty)
 
-    patch.setattr(DecodeBatch, "advance", advance)
+    patch.setattr(Scheduler, "commit", commit)
 
 
 def tokens_of_the_next_step(patch: Patch) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 
+from chatcache.engine.admission import worst_case_pages
 from chatcache.kv_cache.host import HostKVCache, PendingLoad
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import TOKEN_BYTES, PageContent
@@ -15,7 +16,6 @@ from chatcache.kv_cache.pool import InvariantError
 from chatcache.kv_cache.prefix_match import PrefixMatch
 from chatcache.scheduler.batch import Step
 from chatcache.scheduler.preemption import SwapTracker
-from chatcache.scheduler.request import worst_case_pages
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, num_branches
 from tests.engine.oracle import VOCAB
 from tests.engine.workloads import Arrival, Workload, assert_equals_alone, run

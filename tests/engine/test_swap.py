@@ -171,6 +171,17 @@ def test_abort_while_swapped_out_frees_host_pages() -> None:
     assert isinstance(events[-1], Finished)
 
 
+def test_request_that_runs_again_holds_no_host_pages() -> None:
+    eng = engine()
+    requests = [long_one("a", 1), long_one("b", 20)]
+    for request in requests:
+        eng.add(request)
+    step_until(eng, lambda: swapped(eng))
+    (victim,) = [each for each in eng.scheduler.requests() if each.host_pages]
+    step_until(eng, lambda: victim in eng.scheduler.running)
+    assert not victim.host_pages and victim.request_id in eng._requests
+
+
 def test_abort_after_swap_in_frees_all_pages() -> None:
     runner = RecordingRunner(20, 100)
     eng = engine(runner=runner, max_num_batched_tokens=4)

@@ -21,7 +21,17 @@ from chatcache.model.geometry import AttentionLayer, Geometry, KVShape
 from chatcache.model.loading.loader import choose_sampler
 from chatcache.model.runner import AsyncLaunch, Runner
 from chatcache.model.streams import Streams
-from chatcache.types.plan import I32, PENDING_TOKEN, KVCapacity, LogitEdit, LogitMask, Rows, StepPlan, StepResult
+from chatcache.types.plan import (
+    I32,
+    PENDING_TOKEN,
+    KVCapacity,
+    LogitEdit,
+    LogitMask,
+    Rows,
+    StepPlan,
+    StepResult,
+    edit_table,
+)
 from chatcache.types.stats import ModelInfo
 from tests.model.drive import make_draws
 
@@ -263,9 +273,7 @@ class Life:
             if starts[row] + count == len(self.branches[slot].tokens):
                 specs.append(self._spec(row, starts[row] + count, is_plain))
                 if not is_plain and self.noise.random() < 0.3:
-                    ids = self.noise.permutation(VOCAB)[:3].astype(np.int32)
-                    scale = np.ones(3, np.float32)
-                    edits.append(LogitEdit(len(specs) - 1, ids, scale, scale * np.float32(2.5)))
+                    edits.append(LogitEdit(len(specs) - 1, edit_table(self.noise.permutation(VOCAB)[:3], 1.0, 2.5)))
                 if not is_plain and self.noise.random() < 0.2:
                     words = self.noise.integers(1, 1 << 32, -(-VOCAB // 32), np.uint32)
                     masks.append(LogitMask(len(specs) - 1, words))

@@ -24,7 +24,7 @@ from chatcache.model.page_tables import DeviceSlots
 from chatcache.model.runner import AsyncLaunch
 from chatcache.model.sampling.sampler import Sampler
 from chatcache.model.static_steps import AttentionLaunches, Replay, StepSize, WorkListBuffers, no_changes
-from chatcache.types.plan import PENDING_TOKEN, LogitEdit, LogitMask, Rows, Scores, StepPlan
+from chatcache.types.plan import PENDING_TOKEN, LogitEdit, LogitMask, Rows, Scores, StepPlan, edit_table
 from tests.model import listed
 from tests.model.drive import make_draws
 from tests.model.lazy_streams import lazy_streams
@@ -244,7 +244,7 @@ def test_steps_of_single_tokens_are_replayed_whatever_they_draw() -> None:
     plan = plan_of([1, 2, PENDING_TOKEN])
     assert is_replayed(plan) and not is_replayed(plan_of([])) and not is_replayed(plan_of([1] * 5))
     assert is_replayed(plan_of([1, 2], width=2, num_top=3, top_p=0.5))
-    edit = LogitEdit(0, np.zeros(1, np.int32), np.ones(1, np.float32), np.ones(1, np.float32))
+    edit = LogitEdit(0, edit_table([0], 1.0, 1.0))
     mask = LogitMask(0, np.full(2, 7, np.uint32))
     assert is_replayed(replace(plan, draws=replace(plan.draws, edits=(edit,), masks=(mask,))))
     assert is_replayed(replace(plan, draws=make_draws([{"row": row} for row in (0, 1, 1)])))

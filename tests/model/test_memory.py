@@ -29,7 +29,7 @@ from chatcache.model.loading.memory_budget import (
 )
 from chatcache.model.runner import AsyncLaunch, Runner
 from chatcache.model.sampling.sampler import Sampler
-from chatcache.types.plan import Draws, LogitEdit, LogitMask, Pools, Rows, Scores, StepPlan, StepResult
+from chatcache.types.plan import Draws, LogitEdit, LogitMask, Pools, Rows, Scores, StepPlan, StepResult, edit_table
 from tests.model.drive import Driver, make_draws
 from tests.model.lives import MAX_LEN, VOCAB, Life, Reader, live, make_runner, same
 
@@ -58,8 +58,7 @@ def everything(noise: np.random.Generator, runner: Runner) -> StepResult:
         {"row": 2, "width": 2, "num_top": 1},
         {"row": 4},
     ]
-    ones = np.ones(2, np.float32)
-    edits = [LogitEdit(draw, np.array([3, 8], np.int32), ones, ones * 9) for draw in (0, 4)]
+    edits = [LogitEdit(draw, edit_table([3, 8], 1.0, 9.0)) for draw in (0, 4)]
     words = np.zeros(2, np.uint32)
     words[0] = 0b10110
     masks = [LogitMask(2, words)]

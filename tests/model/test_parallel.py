@@ -42,7 +42,7 @@ from chatcache.model.parallel import (
 )
 from chatcache.model.runner import Runner
 from chatcache.types.events import Tokens
-from chatcache.types.plan import LogitEdit, Pools, Rows, Scores, StepPlan
+from chatcache.types.plan import LogitEdit, Pools, Rows, Scores, StepPlan, edit_table
 from chatcache.types.request import BeamSearchParams, GenerateRequest
 from tests.engine_process.engines import until
 from tests.model.drive import make_draws
@@ -373,7 +373,7 @@ def test_an_ordered_sum_adds_up_in_the_order_of_the_ranks(num_tokens: int, tmp_p
 def test_a_plan_arrives_as_it_was_sent_without_edits() -> None:
     rows = Rows(*(np.array(each, np.int32) for each in ([3, 1], [0, 7], [2, 1], [5, 6, 9])))
     pairs, triples = np.array([[1, 2]], np.int32), np.array([[1, 2, 3]], np.int32)
-    edit = LogitEdit(0, np.array([1], np.int32), np.ones(1, np.float32), np.ones(1, np.float32))
+    edit = LogitEdit(0, edit_table([1], 1.0, 1.0))
     one = np.ones(1, np.int32)
     plan = StepPlan(
         9, triples, triples, pairs, rows, make_draws([{"row": 1, "seed": 2**63}], [edit]), swaps_out=pairs,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from chatcache.model.sampling.device_sampler import DeviceSampler
 from chatcache.model.sampling.ops import draw_keys, gumbel, token_base, top_tokens
 from chatcache.model.sampling.sampler import NOT_FINITE, Sampler
-from chatcache.types.plan import NOTHING_LEFT, LogitEdit, LogitMask, StepResult
+from chatcache.types.plan import NOTHING_LEFT, LogitEdit, LogitMask, StepResult, edit_table
 from tests.model.drive import CPU, KERNELS, make_draws
 
 NUM_DRAWS = 20_000
@@ -205,7 +205,7 @@ def test_greedy_draw_takes_the_lowest_id_of_equals_and_reports_raw_logprobs() ->
 
 def test_wide_greedy_draws_edit_the_log_softmax_without_renormalising_it() -> None:
     logits = torch.tensor([[0.5, 2.0, 2.0, -1.0, 2.0]])
-    edit = LogitEdit(1, *(np.array(x, t) for x, t in (([1, 3], "i4"), ([2.0, 2.0], "f4"), ([-np.inf, 8.0], "f4"))))
+    edit = LogitEdit(1, edit_table([1, 3], 2.0, [-np.inf, 8.0]))
     result = draw(logits, [{"width": 2}, {"width": 4}, {"width": 9}], [edit])
     raw = logits[0].log_softmax(-1).numpy()
     edited = np.array([raw[0], -np.inf, raw[2], 2 * raw[3] + 8.0, raw[4]])  # not normalised again
@@ -219,8 +219,7 @@ def test_wide_greedy_draws_edit_the_log_softmax_without_renormalising_it() -> No
 
 def test_edits_change_the_draw_but_not_the_reported_logprob() -> None:
     logits = torch.tensor([[1.0, 0.0, -2.0]])
-    scale, add = np.array([4.0, 4.0], np.float32), np.array([0.0, 9.5], np.float32)
-    edit = LogitEdit(0, np.array([0, 2], np.int32), scale, add)
+    edit = LogitEdit(0, edit_table([0, 2], 4.0, [0.0, 9.5]))
     result = draw(logits, [{}, {}], [edit])  # draw 0: [0.25, 0, -8 + 9.5]
     assert result.tokens[:, 0].tolist() == [2, 0]
     np.testing.assert_allclose(result.logprobs[:, 0], logits.log_softmax(-1)[0, [2, 0]].numpy(), rtol=1e-6)
@@ -240,7 +239,7 @@ def test_non_finite_logits_fault_their_own_draws_only(bad: float, spec: dict[str
 
 @pytest.mark.parametrize("spec", [{}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0}, {"width": 2}])
 def test_banning_every_token_faults_the_draw(spec: dict[str, Any]) -> None:
-    ban = LogitEdit(1, np.arange(20, dtype=np.int32), np.ones(20, np.float32), np.full(20, -np.inf, np.float32))
+    ban = LogitEdit(1, edit_table(np.arange(20), 1.0, -np.inf))
     result = draw(torch.randn(1, 20), [spec, spec], [ban])
     assert result.faults == ((1, NOTHING_LEFT),)
 
@@ -282,7 +281,7 @@ def test_masks_allow_their_tokens_only(vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     bias = np.array([5.0, 3.0], np.float32)
     ids = np.array([0, vocab_size - 1], np.int32) if vocab_size > 1 else np.zeros(1, np.int32)
-    edit = LogitEdit(1, ids, np.ones(len(ids), np.float32), bias[: len(ids)])
+    edit = LogitEdit(1, edit_table(ids, 1.0, bias[: len(ids)]))
     allowed = [sorted(set(rng.integers(0, vocab_size, max(vocab_size // 3, 1)).tolist())) for _ in range(4)]
     num_words = -(-vocab_size // 32)
     masks = [mask_of(draw_index, tokens, num_words) for draw_index, tokens in enumerate(allowed)]
@@ -320,14 +319,14 @@ def test_mask_without_tokens_faults_its_draw_only(spec: dict[str, Any]) -> None:
 
 
 def test_edit_and_mask_that_forbid_every_token_fault_the_draw() -> None:
-    ban = LogitEdit(0, np.array([7], np.int32), np.ones(1, np.float32), np.array([-np.inf], np.float32))
+    ban = LogitEdit(0, edit_table([7], 1.0, -np.inf))
     result = draw(torch.randn(1, 40), [{}, {}], [ban], [mask_of(0, [7], 2), mask_of(1, [7], 2)])
     assert result.faults == ((0, NOTHING_LEFT),) and result.tokens[1, 0] == 7
 
 
 def test_edits_of_ids_outside_the_vocabulary_are_ignored() -> None:
     ids, add = np.array([-1, 2, 3, 999], np.int32), np.full(4, 50.0, np.float32)
-    result = draw(torch.tensor([[3.0, 2.0, 1.0]]), [{}], [LogitEdit(0, ids, np.ones(4, np.float32), add)])
+    result = draw(torch.tensor([[3.0, 2.0, 1.0]]), [{}], [LogitEdit(0, edit_table(ids, 1.0, add))])
     assert result.tokens[0, 0] == 2
 
 
@@ -395,7 +394,7 @@ def test_result_without_distinct_draws_has_no_perturbed_scores() -> None:
 def test_distinct_draws_report_the_raw_log_probabilities_too() -> None:
     logits = torch.randn(2, 60, generator=torch.Generator().manual_seed(4))
     raw = logits.log_softmax(-1).numpy()
-    edit = LogitEdit(1, np.array([3, 8], np.int32), np.ones(2, np.float32), np.array([9.0, -np.inf], np.float32))
+    edit = LogitEdit(1, edit_table([3, 8], 1.0, [9.0, -np.inf]))
     warm = {"width": 3, "temperature": 0.6, "top_k": 9}
     result = draw(logits, [warm, {**warm, "row": 1}, {"width": 5}, {"temperature": 1.0}], [edit])
     assert result.raw_logprobs is not None and result.tokens[1, 0] == 3

@@ -19,7 +19,7 @@ from chatcache.model.sampling.device_sampler import DeviceSampler
 from chatcache.model.sampling.ops import draw_keys, token_base
 from chatcache.model.sampling.ops import gumbel as cpu_gumbel
 from chatcache.model.sampling.sampler import Sampler
-from chatcache.types.plan import Draws, LogitEdit, LogitMask, StepResult
+from chatcache.types.plan import Draws, LogitEdit, LogitMask, StepResult, edit_table
 from tests.model.drive import CPU, KERNELS, make_draws
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
@@ -153,7 +153,7 @@ def mixed(rng: np.random.Generator, vocab_size: int, num_rows: int) -> tuple[tor
     for draw in rng.choice(count, 9, replace=False):
         ids = rng.choice(vocab_size, 30, replace=False).astype(np.int32)
         add = rng.choice([-np.inf, 0.0, 3.0, -1.0], 30).astype(np.float32)
-        edits.append(LogitEdit(int(draw), ids, rng.uniform(0.5, 2, 30).astype(np.float32), add))
+        edits.append(LogitEdit(int(draw), edit_table(ids, rng.uniform(0.5, 2, 30), add)))
     words = rng.integers(0, 2**32, (7, vocab_size // 32 - 1), dtype=np.uint32)
     masked = rng.choice(count, 7, replace=False)
     masks = [LogitMask(int(draw), row) for draw, row in zip(masked, words, strict=True)]

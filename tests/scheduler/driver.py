@@ -78,7 +78,7 @@ class SchedulerDriver:
 
 def drawn(step: Step) -> list[Branch]:
     """Return the branches that the step samples."""
-    return [*(row.branch for row in step.drawn), *step.decode_rows.branches]
+    return [*(row.branch for row in step.drawn), *step.decode_branches]
 
 
 def rows(step: Step) -> list[tuple[str, int, int, int]]:

@@ -40,7 +40,7 @@ def plan_next(driver: SchedulerDriver, step: Step) -> Step:
 
 
 def extend_all(driver: SchedulerDriver, step: Step, token: int) -> None:
-    for branch in step.decode_rows.branches:
+    for branch in step.decode_branches:
         driver.scheduler.apply(branch.request, [Extend(branch.id, token)])
 
 
@@ -80,7 +80,7 @@ def test_plan_ahead_commits_no_token_before_its_result() -> None:
     assert table is not None and (table.num_tokens, request.leader.num_tokens) == (4, 5)
     driver.scheduler.finish(request)
     assert request.num_computed_tokens == 4 and driver.kv.pool.num_in_use == 0
-    assert driver.scheduler.drop_finished_rows(following).decode_rows.branches == []
+    assert driver.scheduler.drop_finished_rows(following).decode_branches == []
     assert not driver.scheduler.can_schedule_ahead(following)
     driver.scheduler.commit(driver.scheduler.drop_finished_rows(following))
     assert list(driver.scheduler.idle_violations()) == []
@@ -97,12 +97,12 @@ def test_drop_finished_rows_removes_ended_branches() -> None:
         driver.scheduler.apply(request, [Extend(0, 43)])
     driver.scheduler.finish(requests[3])
     current = driver.scheduler.drop_finished_rows(following)
-    assert [branch.request for branch in current.decode_rows.branches] == [requests[0], requests[2]]
+    assert [branch.request for branch in current.decode_branches] == [requests[0], requests[2]]
     assert current.kept_draws is not None and current.kept_draws.tolist() == [0, 2]
     assert current.plan.draws.row.tolist() == [0, 1]
     assert current.plan.draws.position.tolist() == following.plan.draws.position[[0, 2]].tolist()
     last = plan_next(driver, following)
-    assert [branch.request for branch in last.decode_rows.branches] == [requests[0], requests[2]]
+    assert [branch.request for branch in last.decode_branches] == [requests[0], requests[2]]
     extend_all(driver, last, 44)
     driver.check()
 
@@ -117,7 +117,7 @@ def test_reconcile_removes_branches_with_another_token() -> None:
     assert [request.leader.in_decode_batch for request in requests] == [True, False]
     assert not driver.scheduler.can_schedule_ahead(following)
     current = driver.scheduler.drop_finished_rows(following)
-    assert [branch.request for branch in current.decode_rows.branches] == [requests[0]]
+    assert [branch.request for branch in current.decode_branches] == [requests[0]]
     driver.scheduler.commit(current)
     driver.scheduler.apply(requests[0], [Extend(0, 44)])
     step = planned(driver)
@@ -133,7 +133,7 @@ def test_branch_that_left_the_batch_loses_its_planned_row() -> None:
     following = plan_next(driver, step)  # its page is full now: a fork shares no partly filled page
     driver.scheduler.apply(request, [Fork(0, 1, 9), Extend(0, 43)])
     assert [branch.in_decode_batch for branch in request.branches.values()] == [True, False]
-    assert driver.scheduler.drop_finished_rows(following).decode_rows.branches == []
+    assert driver.scheduler.drop_finished_rows(following).decode_branches == []
     request.branches.pop(1)  # without the fork, only the row shows that the branch was not sampled
     driver.scheduler._decode_batch.unbatched_requests.clear()
     assert not driver.scheduler._decode_batch.can_schedule_ahead()
@@ -249,7 +249,7 @@ def test_a_step_that_computes_part_of_a_prompt_is_followed() -> None:
         else:
             ahead.scheduler.commit(step)
         for driver, one in ((ahead, step), (synchronous, expected)):
-            for branch in [row.branch for row in one.drawn] + one.decode_rows.branches:
+            for branch in [row.branch for row in one.drawn] + one.decode_branches:
                 driver.scheduler.apply(branch.request, [Extend(branch.id, token)])
         step = following or planned(ahead)
     assert num_followed >= 4, "all but the step that completes the prompt, and those without draws to enter the batch"

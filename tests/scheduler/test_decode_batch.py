@@ -39,6 +39,7 @@ def test_strategy_with_fixed_draws_is_not_asked_again(is_fixed: bool, num_calls:
     steps = [driver.decode(audit=False) for _ in range(20)]
     assert strategy.num_calls == num_calls
     assert request.leader.in_decode_batch == is_fixed
+    assert driver.scheduler._decode_batch.unbatched_requests == (set() if is_fixed else {request})
     for step in steps:
         assert step.plan.draws.seed.tolist() == [7] and step.plan.draws.top_k.tolist() == [3]
     assert [step.plan.draws.position.tolist() for step in steps] == [[2 + index] for index in range(20)]
@@ -102,7 +103,7 @@ def test_abort_steps_keeps_nothing_of_the_step() -> None:
     for token in (3, 4, 5, 6, 7):
         driver.decode(token, audit=False)
     step = driver.scheduler.plan()
-    assert step is not None and len(step.decode_rows.branches) == 2
+    assert step is not None and len(step.decode_branches) == 2
     assert set(driver.scheduler.abort_steps(step)) == requests
     assert driver.kv.pool.num_in_use == 0 and num_cached(driver, [1, 2, 3, 4]) == 0
     assert list(driver.scheduler.idle_violations()) == []
@@ -120,10 +121,10 @@ def test_fork_of_a_batched_branch_returns_to_the_batch() -> None:
     step = driver.decode(6)
     assert len(step.plan.copies) == 2 and len(step.plan.rows.slot) == 3
     assert [branch.in_decode_batch for branch in request.branches.values()] == [True] * 3
-    assert [branch.id for branch in driver.decode(audit=False).decode_rows.branches] == [0, 1, 2]
+    assert [branch.id for branch in driver.decode(audit=False).decode_branches] == [0, 1, 2]
     driver.step(audit=False)
     driver.scheduler.apply(request, [Extend(0, 4), Release(1), Extend(2, 4)])
-    assert [branch.id for branch in driver.decode(audit=False).decode_rows.branches] == [0, 2]
+    assert [branch.id for branch in driver.decode(audit=False).decode_branches] == [0, 2]
 
 
 def test_rows_stay_in_service_order_after_removals() -> None:
@@ -135,10 +136,10 @@ def test_rows_stay_in_service_order_after_removals() -> None:
     late = [driver.add([71]), driver.add([81])]
     driver.decode()
     step = driver.decode()
-    assert [branch.request for branch in step.decode_rows.branches] == [requests[i] for i in (0, 2, 3, 5)] + late
+    assert [branch.request for branch in step.decode_branches] == [requests[i] for i in (0, 2, 3, 5)] + late
     starts, slots = step.plan.rows.start.tolist(), step.plan.rows.slot.tolist()
     assert starts == [2, 2, 2, 2, 1, 1] or starts == [3, 3, 3, 3, 2, 2]
-    assert slots == [branch.slot for branch in step.decode_rows.branches]
+    assert slots == [branch.slot for branch in step.decode_branches]
 
 
 def test_batch_is_unused_while_the_budget_is_too_small() -> None:
@@ -152,7 +153,7 @@ def test_batch_is_unused_while_the_budget_is_too_small() -> None:
     driver.scheduler.finish(requests[1])
     for _ in range(3):
         step = driver.decode()
-    assert len(step.decode_rows.branches) == 3
+    assert len(step.decode_branches) == 3
 
 
 def test_branch_not_extended_after_sampling_computes_nothing() -> None:
@@ -213,7 +214,7 @@ def test_reordered_branches_stay_in_the_batch_and_one_gets_a_copy_of_the_last_pa
         assert driver.kv.pool.num_in_use == num_in_use - 1
     step = driver.step(audit=False)
     first, second = request.tables()
-    assert step.decode_rows.branches == list(request.branches.values())
+    assert step.decode_branches == list(request.branches.values())
     assert step.plan.rows.tokens[-2:].tolist() == [42, 9] and step.plan.rows.start[-2:].tolist() == [3, 3]
     assert step.plan.forks.tolist() == [], "they share no full page"
     copied = {tuple(pair) for pair in step.plan.copies.tolist()}
@@ -247,11 +248,11 @@ def test_reordered_branches_share_full_pages() -> None:
     driver.scheduler.apply(request, [Reorder((1, 0), (0, 0), (8, 7))])  # their page is full
     assert list(request.branches.items()) == [(0, branches[0]), (1, branches[1])]
     step = driver.step()
-    assert step.decode_rows.branches == branches and step.plan.rows.tokens[-2:].tolist() == [7, 8]
+    assert step.decode_branches == branches and step.plan.rows.tokens[-2:].tolist() == [7, 8]
     assert step.plan.forks.tolist() == [[branches[0].slot, branches[1].slot, 1]] and len(step.plan.copies) == 0
     driver.scheduler.apply(request, [Reorder((0, 1), (1, 1), (5, 6))])
     step = driver.step()
-    assert step.decode_rows.branches == branches and step.plan.rows.tokens[-2:].tolist() == [5, 6]
+    assert step.decode_branches == branches and step.plan.rows.tokens[-2:].tolist() == [5, 6]
     assert len(step.plan.forks) == 0 and len(step.plan.copies) == 1, "they share the full page already"
     assert branches[0].tokens().tolist() == [1, 2, 41, 42, 8, 5]
     with pytest.raises(EngineError, match="was not sampled"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chatcache.scheduler.preemption import NUM_REMEMBERED_STEPS, CostModel, DecodeSpeed, PrefillSpeed
+from chatcache.scheduler.preemption import NUM_REMEMBERED_STEPS, CostModel, PrefillSpeed
 
 
 def test_prefill_speed_is_the_median_of_prompt_steps() -> None:
@@ -34,27 +34,6 @@ def test_prefill_speed_forgets_old_steps() -> None:
     for _ in range(NUM_REMEMBERED_STEPS):
         speed.record(100, 1, 1.0)
     assert speed.seconds_per_token() == pytest.approx(0.01)
-
-
-def test_decode_speed_is_a_step_and_the_slope_over_branches() -> None:
-    speed = DecodeSpeed()
-    assert speed.seconds_per_step() is None and speed.seconds_per_branch() is None
-    for _ in range(20):
-        speed.record(2, 2, 0.012)
-    assert speed.seconds_per_step() == pytest.approx(0.012) and speed.seconds_per_branch() is None
-    for _ in range(1000):
-        speed.record(32, 32, 0.042)
-    speed.record(32, 32, 9.0)  # a step that was delayed
-    speed.record(2048, 32, 5.0)  # with a prompt
-    assert speed.seconds_per_step() == pytest.approx(0.042)
-    assert speed.seconds_per_branch() == pytest.approx(0.001)
-
-
-def test_decode_speed_of_steps_that_do_not_lengthen_has_no_negative_slope() -> None:
-    speed = DecodeSpeed()
-    speed.record(1, 1, 0.02)
-    speed.record(8, 8, 0.01)
-    assert speed.seconds_per_branch() == 0.0
 
 
 @pytest.mark.parametrize(

@@ -216,5 +216,5 @@ def test_invalid_actions_raise_and_leave_no_pages_or_rows(actions: list[Fork | E
         driver.scheduler.apply(request, actions)
     driver.scheduler.finish(request, discard=True)
     check_invariants(driver.kv, [])
-    assert driver.kv.pool.num_in_use == 0 and driver.scheduler._rows.num_free == 8
-    assert driver.scheduler._rows.num_reserved == 0 and driver.scheduler._num_branches == 0
+    assert driver.kv.pool.num_in_use == 0
+    assert driver.scheduler._rows.num_used == driver.scheduler._rows.num_reserved == 0

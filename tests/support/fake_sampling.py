@@ -47,9 +47,9 @@ def allowed_logits(raw: F32, edit: LogitEdit | None, mask: LogitMask | None) -> 
     """Return the logits [V] of a draw: edited, and -inf where the mask has no bit."""
     logits = raw.copy()
     if edit is not None:
-        known = (edit.ids >= 0) & (edit.ids < len(logits))  # an EOS id may lie beyond the logits
-        ids, scale = edit.ids[known], edit.scale[known]
-        logits[ids] = np.where(logits[ids] > 0, logits[ids] / scale, logits[ids] * scale) + edit.add[known]
+        known = edit.table[(edit.table["ids"] >= 0) & (edit.table["ids"] < len(logits))]  # an EOS id may lie beyond
+        ids, scale = known["ids"], known["scale"]
+        logits[ids] = np.where(logits[ids] > 0, logits[ids] / scale, logits[ids] * scale) + known["add"]
     if mask is not None:
         bits = np.unpackbits(mask.words.astype("<u4").view(np.uint8), bitorder="little")[: len(logits)].astype(bool)
         logits[: len(bits)][~bits] = -np.inf

@@ -18,7 +18,7 @@ from chatcache.model.page_tables import PageTables
 from chatcache.model.sampling.sampler import TokenSampler
 from chatcache.model.states import make_states
 from chatcache.model.static_steps import StepSize, WorkListBuffers
-from chatcache.types.plan import I32, Draws, LogitEdit, Rows, StepPlan
+from chatcache.types.plan import I32, Draws, LogitEdit, Rows, StepPlan, edit_table
 
 CPU_KV_SHARE = 0.25
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
@@ -168,7 +168,7 @@ class _LargestStep:
         tokens = np.zeros(int(self._num_tokens.sum()), np.int32)
         rows = Rows(slot, zero, self._num_tokens, tokens, zero + 1)
         ones = np.ones(count, np.float32)
-        edit = LogitEdit(0, zero[:1], ones[:1], ones[:1])
+        edit = LogitEdit(0, edit_table([0], 1.0, 1.0))
         draws = Draws(
             row=slot,
             width=zero + 1,

@@ -33,12 +33,25 @@ from chatcache.model.sampling.ops import (
     Index,
     draw_keys,
     edits_log_softmax,
+    flatten_tables,
     select_draws,
     token_base,
 )
 from chatcache.model.sampling.sampler import NOT_FINITE, score_targets
 from chatcache.model.streams import ArraySpecs, Download, Layout, to_device, upload
-from chatcache.types.plan import F32, I32, I64, NOTHING_LEFT, Draws, LogitEdit, LogitMask, Rows, Scores, StepResult
+from chatcache.types.plan import (
+    F32,
+    I32,
+    I64,
+    NOTHING_LEFT,
+    Draws,
+    LogitEdit,
+    LogitMask,
+    Rows,
+    Scores,
+    StepResult,
+    edit_table,
+)
 
 NUM_FIELDS = fields.NUM_FIELDS
 
@@ -120,17 +133,10 @@ def flatten_edits(draws: Draws, index: Index, vocab_size: int) -> tuple[Edits | 
         return None, copy
     edited = sorted({edit.draw for edit in draws.edits})
     copy[edited] = np.arange(len(edited))
-    none = np.zeros(0, np.float32)
-    rows = np.concatenate([none, *(np.full(len(edit.ids), copy[edit.draw]) for edit in draws.edits)]).astype(np.int32)
-    ids = np.concatenate([none.astype(np.int32), *(edit.ids for edit in draws.edits)])
-    scale = np.concatenate([none, *(edit.scale for edit in draws.edits)])
-    add = np.concatenate([none, *(edit.add for edit in draws.edits)])
-    known = (ids >= 0) & (ids < vocab_size)  # the tokenizer's EOS id may be outside the model's vocabulary
+    draw, table = flatten_tables(draws.edits, vocab_size)
+    ids, scale, add = (np.ascontiguousarray(table[name]) for name in ("ids", "scale", "add"))
     normalised = np.flatnonzero(edits_log_softmax(draws)[edited])
-    cells = Edits(
-        index[edited].astype(np.int64), normalised, rows[known], ids[known].astype(np.int32), scale[known], add[known]
-    )
-    return cells, copy
+    return Edits(index[edited].astype(np.int64), normalised, copy[draw].astype(np.int32), ids, scale, add), copy
 
 
 def edited_copies(
@@ -288,10 +294,11 @@ def _result_of_launch(arrays: Arrays, num_draws: int) -> StepResult:
 
 def edited_logprobs(logprobs: F32, tokens: I32, edit: LogitEdit) -> F32:
     """Apply an edit to the log-probabilities of some tokens. Shapes: logprobs, tokens [W]."""
-    order = np.argsort(edit.ids)
-    at = order[np.minimum(np.searchsorted(edit.ids, tokens, sorter=order), len(order) - 1)]
-    found = edit.ids[at] == tokens
-    changed = np.where(logprobs > 0, logprobs / edit.scale[at], logprobs * edit.scale[at]) + edit.add[at]
+    order = np.argsort(edit.table["ids"])
+    at = order[np.minimum(np.searchsorted(edit.table["ids"], tokens, sorter=order), len(order) - 1)]
+    rows = edit.table[at]
+    found, scale = rows["ids"] == tokens, rows["scale"]
+    changed = np.where(logprobs > 0, logprobs / scale, logprobs * scale) + rows["add"]
     return np.where(found, changed, logprobs).astype(np.float32)
 
 
@@ -403,7 +410,7 @@ class DeviceSampler:
         i32, f32 = np.zeros(4, np.int32), np.zeros(4, np.float32)
         top = np.array([1, 0, 0, 0], np.int32)
         temperature, top_p = np.array([0.0, 1.0, 0.0, 1.0], np.float32), np.array([1.0, 0.9, 1.0, 1.0], np.float32)
-        edits = [LogitEdit(draw, i32[:1], f32[:1] + 1, f32[:1]) for draw in range(4)]
+        edits = [LogitEdit(draw, edit_table([0], 1.0, 0.0)) for draw in range(4)]
         masks = (LogitMask(0, np.full(-(-self.vocab_size // 32), 0xFFFFFFFF, np.uint32)),)
         logits = torch.zeros(1, self.vocab_size, dtype=dtype, device=self.device)
         for some in ((), tuple(edits)):

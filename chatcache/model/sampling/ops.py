@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chatcache.model.streams import to_device
-from chatcache.types.plan import I32, U64, Draws, LogitEdit, LogitMask
+from chatcache.types.plan import I32, I64, U64, Draws, EditTable, LogitEdit, LogitMask
 
 _GOLDEN64 = np.uint64(0x9E3779B97F4A7C15)
 _GOLDEN32 = 0x9E3779B9
@@ -309,23 +309,29 @@ def edits_log_softmax(draws: Draws) -> Flags:
     return flags
 
 
+def flatten_tables(edits: Sequence[LogitEdit], vocab_size: int) -> tuple[I64, EditTable]:
+    """Return the rows of all edits whose ids are in the vocabulary, and the draw that each belongs to.
+
+    The tokenizer's EOS id may be outside the model's vocabulary.
+    """
+    table = np.concatenate([edit.table for edit in edits])
+    draw = np.repeat([edit.draw for edit in edits], [len(edit.table) for edit in edits])
+    in_vocab = (table["ids"] >= 0) & (table["ids"] < vocab_size)
+    return (draw, table) if in_vocab.all() else (draw[in_vocab], table[in_vocab])
+
+
 def apply_edits(logits: Tensor, edits: Sequence[LogitEdit]) -> None:
     """Apply all logit edits in place. Shapes: logits [D, V] float32, one row per draw."""
     if not edits:
         return
-    draw = np.concatenate([np.full(len(edit.ids), edit.draw, np.int64) for edit in edits])
-    ids = np.concatenate([edit.ids.astype(np.int64) for edit in edits])
-    scale, add = np.concatenate([edit.scale for edit in edits]), np.concatenate([edit.add for edit in edits])
-    in_vocab = (ids >= 0) & (ids < logits.shape[-1])  # the tokenizer's EOS id may be outside the model's vocabulary
-    if not in_vocab.all():
-        draw, ids, scale, add = draw[in_vocab], ids[in_vocab], scale[in_vocab], add[in_vocab]
+    draw, table = flatten_tables(edits, logits.shape[-1])
 
     def to_logits_device(array: NDArray[Any]) -> Tensor:
-        return to_device(array, logits.device)
+        return to_device(np.ascontiguousarray(array), logits.device)
 
-    at = to_logits_device(draw), to_logits_device(ids)
-    old, by = logits[at], to_logits_device(scale)
-    logits[at] = torch.where(old > 0, old / by, old * by) + to_logits_device(add)
+    at = to_logits_device(draw), to_logits_device(table["ids"].astype(np.int64))
+    old, by = logits[at], to_logits_device(table["scale"])
+    logits[at] = torch.where(old > 0, old / by, old * by) + to_logits_device(table["add"])
 
 
 def apply_masks(logits: Tensor, masks: Sequence[LogitMask]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chatcache.engine.admission import max_tokens_that_fit, worst_case_pages
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import encode_tokens
-from chatcache.scheduler.request import max_tokens_that_fit, worst_case_pages
 
 
 def pages_used(num_prompt_tokens: int, max_tokens: int, num_branches: int, page_size: int) -> int:
