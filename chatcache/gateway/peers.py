@@ -65,6 +65,8 @@ class Channel(Protocol):
 
     async def take_over(self, conversation_id: str, response_id: str) -> bool: ...
 
+    def give_up(self, response_id: str) -> None: ...
+
     async def running_ids(self) -> Sequence[str]: ...
 
     def leave_responses(self) -> None: ...
@@ -326,6 +328,7 @@ class GatewayPeers:
         """`responses`: those of this process. `hub`, `limiter`: receive what other gateways change and charge."""
         self.find_runner = channel.find_runner
         self.take_over = channel.take_over
+        self.give_up = channel.give_up
         self.leave_responses = channel.leave_responses
         self.waits_for_takeover = False
         self._channel = channel
@@ -352,6 +355,12 @@ class GatewayPeers:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def runs_here(self, response_id: str) -> bool:
+        """Return whether the store names this gateway as the one that runs a response; True if it does not answer."""
+        with contextlib.suppress(StoreUnavailableError):
+            return await self.find_runner(response_id) == self._channel.name
+        return True
 
     async def find(self, owner: str, response_id: str, *, ended: bool = False) -> LoggedResponse | None:
         """Return a response of this owner that runs on another gateway, with a copy of its log; None if none does.
