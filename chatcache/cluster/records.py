@@ -130,12 +130,15 @@ class GatewayRecords:
         self.are_uncertain = False
         self._discarded: set[str] = set()
 
-    async def write(self, gateway: str, records: Sequence[RequestRecord]) -> None:
-        """Store records, if the bus answers in time."""
+    async def write(self, gateway: str, records: Sequence[RequestRecord]) -> bool:
+        """Store records, and return whether the bus has answered; otherwise `restore` stores them."""
         self.names.update(record.request.request_id for record in records)
         with bus.ignore_outages():
             async with asyncio.timeout(bus.TIMEOUT_S):
                 await write_records(self._client, gateway, records)
+            return True
+        self.are_uncertain = True
+        return False
 
     def discard(self, name: str) -> None:
         """Have the record of a request deleted soon."""

@@ -38,6 +38,7 @@ from chatcache.cluster.remote_worker import (
     add_accounts,
     add_reports,
     best_explanation,
+    check_length,
     join_maps,
 )
 from chatcache.cluster.request_router import COST, RequestRouter, RoutedRequest
@@ -57,7 +58,7 @@ from chatcache.engine_process.protocol import (
     encode_error,
 )
 from chatcache.engine_process.recovery import RequestJournal, refused_drop
-from chatcache.errors import ChatcacheError, ContextLengthError, EngineError, InvalidRequestError, OverloadedError
+from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, OverloadedError
 from chatcache.types.events import TERMINAL, EngineEvent, Finished, SearchStep
 from chatcache.types.request import GenerateRequest
 from chatcache.types.stats import (
@@ -213,8 +214,7 @@ class RemoteEngine:
 
         `data`: what `on_adopt` of that gateway gets. Without effect while the bus does not answer.
         """
-        placed = self._requests.get(request_id)
-        if placed is not None:
+        if (placed := self._requests.get(request_id)) is not None:
             placed.data = data
             await self._records.write(self._id, [placed.to_record()])
 
@@ -278,12 +278,7 @@ class RemoteEngine:
         """Raise: OverloadedError without a ready worker, ContextLengthError."""
         if self.model_info is None or not any(worker.is_ready for worker in self._workers.values()):
             raise OverloadedError(_NO_WORKER, code="engine_unavailable" if self.model_info else "model_loading")
-        if len(prompt) > self.model_info.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt)} tokens; "
-                f"this model's maximum context length is {self.model_info.max_model_len} tokens",
-                param="prompt",
-            )
+        check_length(prompt, self.model_info)
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
@@ -323,12 +318,27 @@ class RemoteEngine:
         if placed.is_moved:  # with a number of its own, as the worker ignores a submit that it has
             call = self._add_call(placed)
             placed.attempts.append(Attempt(self._id, worker.id, call, worker.position, placed.journal.last_seq))
-            worker.send(Submit(call, placed.journal.resumed_request(), num_new))
             if placed.data is not None:
-                self._start(self._records.write(self._id, [placed.to_record()]))
+                placed.is_recording = True
+                self._start(self._record_and_submit(placed, worker, num_new))
+                return
+            worker.send(Submit(call, placed.journal.resumed_request(), num_new))
         else:
             placed.attempts = [Attempt(self._id, worker.id, placed.calls[0], worker.position)]
             worker.send(Submit(placed.calls[0], placed.journal.request, num_new))
+        placed.worker, placed.numerics, placed.is_answered = worker, worker.status.numerics, False
+
+    async def _record_and_submit(self, placed: PlacedRequest, worker: RemoteWorker, num_new: int | None) -> None:
+        """Send a request to a worker when its record names that one: events that no record leads to would be lost."""
+        is_recorded = await self._records.write(self._id, [placed.to_record()])
+        placed.is_recording = False
+        if self._requests.get(placed.id) is not placed or not is_recorded or worker.is_lost:
+            self._router.release(placed.routed)  # it waits on, unless it has ended
+            return
+        try:
+            worker.send(Submit(placed.calls[-1], placed.journal.resumed_request(), num_new))
+        except ChatcacheError as error:  # it exceeds a frame
+            self._end(placed, error)
         placed.worker, placed.numerics, placed.is_answered = worker, worker.status.numerics, False
 
     def _add_call(self, placed: PlacedRequest) -> int:
@@ -568,7 +578,7 @@ class RemoteEngine:
             self.num_moved += 1
 
     def _place_waiting(self) -> None:
-        for placed in [each for each in self._requests.values() if each.worker is None and each.held is None]:
+        for placed in [each for each in self._requests.values() if each.is_waiting]:
             try:
                 self._place(placed)
             except ChatcacheError as error:  # it exceeds a frame
@@ -599,7 +609,7 @@ class RemoteEngine:
         await self._records.delete_discarded(self._id)
         if self._records.are_uncertain:
             recorded = [placed for placed in self._requests.values() if placed.id in self._records.names]
-            self._start_adopting(await self._records.restore(self._id, [placed.to_record() for placed in recorded]))
+            self._start(self._adopt(await self._records.restore(self._id, [each.to_record() for each in recorded])))
         used = {each.worker for placed in self._requests.values() if placed.data for each in placed.attempts}
         await keep_outboxes(self._redis, used - self._workers.keys())
         if self.on_adopt is None or self._answers.were_interrupted:
@@ -607,7 +617,7 @@ class RemoteEngine:
         for gateway in await find_orphaned(self._redis):
             if gateway != self._id and (records := await self._records.take(gateway, self._id)):
                 log.warning("gateway %s has ended: %d of its requests are taken over", gateway, len(records))
-                self._start_adopting(records)
+                self._start(self._adopt(records))
 
     async def _keep_own_requests(self, old: str) -> None:
         """Give up the requests that another gateway has taken over while this one, `old`, had no lease."""
@@ -618,15 +628,10 @@ class RemoteEngine:
                 self.on_lost(name)
             self._client.drop_log(name)
 
-    def _start_adopting(self, records: Sequence[RequestRecord]) -> None:
-        """Continue the requests of these records, except those that run here."""
-        if found := [record for record in records if record.request.request_id not in self._requests]:
-            self._start(self._adopt(found))
-
     async def _adopt(self, records: Sequence[RequestRecord]) -> None:
-        """Continue requests of gateways that have ended."""
+        """Continue requests of gateways that have ended, except those that run here."""
         adopted: list[tuple[RequestRecord, PlacedRequest]] = []
-        for record in records:
+        for record in [each for each in records if each.request.request_id not in self._requests]:
             try:
                 adopted.append((record, await self._open_adopted(record)))
             except InvalidRequestError:  # it has just ended here

@@ -24,8 +24,14 @@ from chatcache.engine_process.protocol import (
     encode,
 )
 from chatcache.engine_process.recovery import RequestJournal
-from chatcache.errors import ChatcacheError, InvalidRequestError, OverloadedError, RequestPoisonedError
-from chatcache.types.stats import Durations, EngineHealth, Explanation, PageAccounts, PageMap, SlotUsage
+from chatcache.errors import (
+    ChatcacheError,
+    ContextLengthError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestPoisonedError,
+)
+from chatcache.types.stats import Durations, EngineHealth, Explanation, ModelInfo, PageAccounts, PageMap, SlotUsage
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +163,7 @@ class PlacedRequest:
     `calls`: the number of its submit, and one for each worker that resumed it. `is_answered`: its worker has answered
     the last of them; events before that answer are of an earlier submit to the same worker. `attempts` and `data`: see
     `RequestRecord`; without data the request has no record. `held`: what its worker sends while what it has sent
-    before is read from the bus; None otherwise.
+    before is read from the bus; None otherwise. It `is_recording` while the next worker is written to its record.
     """
 
     calls: list[int]
@@ -168,6 +174,7 @@ class PlacedRequest:
     is_accepted: bool = False
     is_aborted: bool = False
     is_moved: bool = False
+    is_recording: bool = False
     num_lost_workers: int = 0
     numerics: str = ""
     refused_by: set[str] = field(default_factory=set)
@@ -178,6 +185,11 @@ class PlacedRequest:
     @property
     def id(self) -> str:
         return self.journal.request.request_id
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the request can be sent to a worker."""
+        return self.worker is None and self.held is None and not self.is_recording
 
     @classmethod
     def from_record(cls, record: RequestRecord, routed: RoutedRequest) -> PlacedRequest:
@@ -231,6 +243,16 @@ def add_reports(reports: Sequence[EngineHealth]) -> EngineHealth:
             parts = SlotUsage.__struct_fields__
             summed[name] = SlotUsage(**{part: sum(getattr(each, part) for each in values) for part in parts})
     return msgspec.structs.replace(first, **summed)
+
+
+def check_length(prompt: Sequence[int], model_info: ModelInfo) -> None:
+    """Raise: ContextLengthError for a prompt that is too long for the model."""
+    if len(prompt) > model_info.max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens; "
+            f"this model's maximum context length is {model_info.max_model_len} tokens",
+            param="prompt",
+        )
 
 
 def join_maps(maps: Sequence[PageMap]) -> PageMap:

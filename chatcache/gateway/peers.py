@@ -59,7 +59,7 @@ class Channel(Protocol):
 
     async def send(self, name: str | None, data: bytes) -> int: ...
 
-    async def listen(self, receive: Callable[[bytes], None]) -> None: ...
+    async def listen(self, receive: Callable[[bytes], None], on_subscribe: Callable[[], None]) -> None: ...
 
     async def find_runner(self, response_id: str) -> str | None: ...
 
@@ -340,6 +340,7 @@ class GatewayPeers:
         self._opening: dict[tuple[str, str], asyncio.Task[LoggedResponse]] = {}
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Queue[Answer]] = {}
+        self._watching: set[int] = set()  # numbers of questions for frames
         self._readers: dict[tuple[str, str], _RemoteReader] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -349,7 +350,7 @@ class GatewayPeers:
         self._limiter.publish = lambda charges: self._publish(Charged(self._channel.name, list(charges)))
         self._publish(Hello(self._channel.name))
         try:
-            await self._channel.listen(self._receive)
+            await self._channel.listen(self._receive, self._on_subscribe)
         finally:
             tasks = [*self._tasks, *(run.task for run in self._copies.running())]
             for task in tasks:
@@ -442,6 +443,8 @@ class GatewayPeers:
         Raises: GatewayUnreachableError without an answer in time, StoreUnavailableError, or the error of the answer.
         """
         async with self._answers() as (number, answers):
+            if isinstance(command, Watch):
+                self._watching.add(number)
             question = Question(number, self._channel.name, owner, response_id, command)
             if not await self._channel.send(runner, msgspec.msgpack.encode(question)):
                 raise _unreachable()
@@ -478,6 +481,7 @@ class GatewayPeers:
             yield number, answers
         finally:
             del self._asked[number]
+            self._watching.discard(number)
 
     async def _is_owned(self, owner: str, response_id: str) -> bool:
         try:
@@ -523,6 +527,11 @@ class GatewayPeers:
                         if answer.error is None and msgspec.msgpack.decode(answer.result, type=bool):
                             return answer.sender
         return None
+
+    def _on_subscribe(self) -> None:
+        """Have frames asked for again: the answers may have been lost with the connection."""
+        for number in self._watching:
+            self._asked[number].put_nowait(Answer(number, "", error=_encoded_error(_unreachable())))
 
     def _receive(self, data: bytes) -> None:
         try:
@@ -657,5 +666,7 @@ def _encoded_error(error: ChatcacheError) -> dict[str, Any]:
 
 def _decoded_error(fields: Mapping[str, Any]) -> ChatcacheError:
     error = NotFoundError(fields["message"]) if fields["status"] == 404 else ChatcacheError(fields["message"])
+    if fields["code"] == GatewayUnreachableError.code:
+        return GatewayUnreachableError(fields["message"])
     error.status, error.type, error.code, error.param = (fields[name] for name in ("status", "type", "code", "param"))
     return error

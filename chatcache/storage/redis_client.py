@@ -484,8 +484,11 @@ class GatewayChannel:
         channel = ALL_GATEWAYS_CHANNEL if name is None else gateway_channel(name)
         return int(await self._connection.run(lambda client: client.publish(channel, data)))
 
-    async def listen(self, receive: Callable[[bytes], None]) -> None:
-        """Pass every message to `receive`, until cancelled. A lost connection is opened again."""
+    async def listen(self, receive: Callable[[bytes], None], on_subscribe: Callable[[], None]) -> None:
+        """Pass every message to `receive`, until cancelled. A lost connection is opened again.
+
+        `on_subscribe` is called whenever that has happened: messages may have been lost before.
+        """
         is_reported = False
         try:
             while True:
@@ -494,6 +497,7 @@ class GatewayChannel:
                         await subscription.subscribe(ALL_GATEWAYS_CHANNEL, gateway_channel(self.name))
                         _raise_lost_cancellation()
                         is_reported = False
+                        on_subscribe()
                         await self._receive(subscription, receive)
                 except (redis.RedisError, OSError, RuntimeError) as error:
                     if isinstance(error, RuntimeError) and _CLOSED not in str(error):

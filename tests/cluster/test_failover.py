@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -268,6 +268,37 @@ async def test_gateway_keeps_its_requests_if_the_answer_to_the_move_of_their_rec
         async with asyncio.timeout(LIMIT_S):
             assert tokens_of(await collect(first.engine, "r")) == expected_tokens((5,), 400)
         assert num_takes >= 2 and not first.lost
+
+
+async def test_request_is_sent_to_another_worker_only_when_its_record_names_that_one(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that takes it over would not find the events of that worker."""
+    write, num_failures, is_failing = records.write_records, 0, True
+
+    async def write_later(client: Any, name: str, found: Iterable[RequestRecord]) -> None:
+        nonlocal num_failures
+        if is_failing:
+            num_failures += 1
+            raise redis.ConnectionError("planted")
+        await write(client, name, found)
+
+    async with worker(server, "a") as one, worker(server, "b") as other, gateways(server, 2) as (first, _):
+        await first.engine.submit(chat_request("r", 400))
+        await first.engine.record("r", b"data")
+        await until_sent(first.engine, "r", 20)
+        lost, kept = (one, other) if one.host.num_requests else (other, one)
+        monkeypatch.setattr(records, "write_records", write_later)
+        await lost.cut_off()
+
+        async def condition() -> bool:
+            return first.engine.num_moved == 1 and num_failures >= 3
+
+        await until(condition)
+        assert kept.host.num_requests == 0
+        is_failing = False
+        async with asyncio.timeout(LIMIT_S):
+            assert tokens_of(await collect(first.engine, "r")) == expected_tokens((5,), 400)
 
 
 @pytest.mark.parametrize("error", [redis.ConnectionError, redis.WatchError], ids=["connection", "transaction"])

@@ -68,6 +68,7 @@ async def test_response_that_its_gateway_gives_up_ends_unless_another_one_takes_
         await first.append("me", "conv", [], Turn(name, "", "m", 1.0))
     first.channel.give_up("resp_taken")
     first.channel.give_up("resp_left")
+    await first._heartbeats._end_orphaned()
     assert await second.channel.find_runner("resp_taken") == first.channel.name, "it may be taken over"
     assert await second.channel.take_over("conv", "resp_taken")
 

@@ -180,7 +180,7 @@ async def test_messages_reach_a_gateway_whose_subscription_is_at_a_primary_that_
     with sentinel_group(tmp_path, *MIN_REPLICAS) as group:
         store = RedisStore(group.url)
         received: list[bytes] = []
-        listening = asyncio.create_task(store.channel.listen(received.append))
+        listening = asyncio.create_task(store.channel.listen(received.append, lambda: None))
 
         async def send(number: int) -> None:
             async def is_received() -> bool:
