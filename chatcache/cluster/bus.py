@@ -53,6 +53,7 @@ OUTAGES = (
     asyncio.TimeoutError,
     RuntimeError,
 )  # the last: of uvloop, for a closed connection
+WatchError = redis.WatchError  # of a transaction: a watched key has changed, or the connection was lost
 
 PREFIX = "chatcache:bus:"
 WORKERS = f"{PREFIX}workers"
@@ -194,19 +195,19 @@ class Answers:
 
     def __init__(self) -> None:
         self._last_s = time.monotonic()
-        self._steady_since_s = self._last_s - LEASE_S
+        self._resumed_s = self._last_s - LEASE_S
 
     def note(self) -> None:
         """Record that the server has just answered."""
         now_s = time.monotonic()
         if now_s - self._last_s > LEASE_S / 2:
-            self._steady_since_s = now_s
+            self._resumed_s = now_s
         self._last_s = now_s
 
     @property
     def were_interrupted(self) -> bool:
         """Whether there were no answers lately, so that leases have expired of processes that have not ended."""
-        return time.monotonic() - self._steady_since_s < LEASE_S
+        return time.monotonic() - self._resumed_s < LEASE_S
 
 
 class StreamWriter:

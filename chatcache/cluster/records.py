@@ -18,7 +18,6 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
-import redis
 
 from chatcache.cluster import bus
 from chatcache.engine_process.protocol import Answer, Events, Notice, PromptScores, decode_notice
@@ -159,7 +158,7 @@ class GatewayRecords:
         """Take over the records of `old`, which has ended. Raises: an error of `bus.OUTAGES`."""
         try:
             records = await take_records(self._client, old, gateway)
-        except redis.WatchError:  # another gateway has them, or this one has and the answer was lost
+        except bus.WatchError:  # another gateway has them, or this one has and the answer was lost
             self.are_uncertain = True
             return []
         self.names.update(record.request.request_id for record in records)
