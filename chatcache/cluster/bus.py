@@ -5,7 +5,8 @@ All keys begin with `chatcache:bus:`.
     workers        set of worker ids
     worker:<id>    `WorkerStatus`, exists while the worker renews it (`Lease`)
     gateway:<id>   exists while the gateway renews it
-    in:<worker>    stream of commands; an entry has a gateway's id and a list of its commands
+    in:<worker>    stream of commands; an entry has a gateway's id, its number, that of the gateway's entry before (0:
+                   none), and a list of commands
     out:<worker>   stream of notices, its entries numbered 1, 2, 3, ...; an entry has a list of notices for each
                    gateway, and the `Loads` of the worker if they changed
     place:<slot>   what is cached where, see `redis_placement`
@@ -15,6 +16,10 @@ void. So no command or notice of a process that counted as dead can have an effe
 
 An entry contains all that was collected while the previous entry was sent. The cost of a stream entry (about 0.1 ms) is
 therefore shared by all requests of a step, and under load by several steps.
+
+A failover of Redis can lose the latest entries that were accepted. A gateway finds missing notices by their numbers; a
+worker that finds the end of its stream missing writes another entry. A worker publishes the number of the last entry
+before which it has missed none of a gateway; a gateway whose entries are missing sends its requests again.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -47,10 +53,11 @@ OUTAGES = (
     asyncio.TimeoutError,
     RuntimeError,
 )  # the last: of uvloop, for a closed connection
+WatchError = redis.WatchError  # of a transaction: a watched key has changed, or the connection was lost
 
 PREFIX = "chatcache:bus:"
 WORKERS = f"{PREFIX}workers"
-FROM, COMMANDS, LOADS = b"from", b"commands", b"loads"
+FROM, NUMBER, AFTER, COMMANDS, LOADS = b"from", b"number", b"after", b"commands", b"loads"
 
 Client = Any  # redis-py has no types
 Loads = dict[str, tuple[int, int]]
@@ -62,7 +69,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     `name` stays the same when the process restarts. Workers of the same `numerics` compute the same logits to the bit
     in deterministic mode. A worker that `is_draining` finishes its requests and accepts no others. `loads`: those that
-    the entries before reported.
+    the entries before reported. `received`: by gateway, the number of its last entry before which none is missing.
     """
 
     id: str
@@ -72,6 +79,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     health: EngineHealth
     is_draining: bool = False
     loads: Loads = {}
+    num_renewals: int = 0
+    received: dict[str, int] = {}
 
 
 _bodies: msgspec.msgpack.Decoder[list[bytes]] = msgspec.msgpack.Decoder(list[bytes])
@@ -162,8 +171,13 @@ class Lease:
         started_at = loop.time()
         is_held = None
         with ignore_outages():
-            async with asyncio.timeout(TIMEOUT_S):
-                is_held = bool(await self._client.set(self._key, value, px=int(LEASE_S * 1000), xx=self.is_acquired))
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    answer = await self._client.set(self._key, value, px=int(LEASE_S * 1000), xx=self.is_acquired)
+                    is_held = bool(answer)
+            except redis.ResponseError:  # of a primary that is cut off from its replicas
+                await close_idle_connections(self._client)
+                raise
         if is_held is None:
             return not self.is_acquired or loop.time() - self._renewed_at < LEASE_S
         self.is_acquired, self._renewed_at = True, started_at
@@ -174,6 +188,26 @@ class Lease:
         with ignore_outages():
             async with asyncio.timeout(TIMEOUT_S):
                 await self._client.delete(self._key)
+
+
+class Answers:
+    """Times at which the server has answered."""
+
+    def __init__(self) -> None:
+        self._last_s = time.monotonic()
+        self._resumed_s = self._last_s - LEASE_S
+
+    def note(self) -> None:
+        """Record that the server has just answered."""
+        now_s = time.monotonic()
+        if now_s - self._last_s > LEASE_S / 2:
+            self._resumed_s = now_s
+        self._last_s = now_s
+
+    @property
+    def were_interrupted(self) -> bool:
+        """Whether there were no answers lately, so that leases have expired of processes that have not ended."""
+        return time.monotonic() - self._resumed_s < LEASE_S
 
 
 class StreamWriter:
@@ -193,6 +227,7 @@ class StreamWriter:
         self._wanted = asyncio.Event()
         self._is_failing = False
         self.num_sent = 0
+        self.num_accepted = 0
 
     def wake(self) -> None:
         """Tell the writer that `take` has something to return."""
@@ -206,6 +241,7 @@ class StreamWriter:
             while fields := self._take():
                 self.num_sent += 1
                 await self._write(fields)
+                self.num_accepted = self.num_sent
 
     async def _write(self, fields: Mapping[bytes, bytes]) -> None:
         entry = f"{self.num_sent}-0" if self._is_numbered else "*"

@@ -6,12 +6,16 @@
 A record is in the hash of one gateway at a time: that gateway owns the request. The events of a request are not in its
 record. They are in the outboxes of the workers that ran it, and `Attempt` says where. So a gateway that takes the
 request over reads the same events, in the same batches, as the one before.
+
+A failover of Redis can lose the latest changes: a record is missing, a deleted one is back, or records that a gateway
+has taken over are still those of the other one. `GatewayRecords` finds these differences.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -99,6 +103,10 @@ async def take_records(client: bus.Client, old: str, new: str) -> list[RequestRe
         pipe.delete(records_key(old))
         pipe.srem(RECORDED, old)
         await pipe.execute()
+    return _decode_records(found)
+
+
+def _decode_records(found: Mapping[bytes, bytes]) -> list[RequestRecord]:
     records: list[RequestRecord] = []
     for name, data in found.items():
         try:
@@ -108,16 +116,111 @@ async def take_records(client: bus.Client, old: str, new: str) -> list[RequestRe
     return records
 
 
+class GatewayRecords:
+    """The records of one gateway.
+
+    `names`: ids of the requests that have one, or will have one when the bus answers. `are_uncertain`: the bus may have
+    other records of this gateway since an outage.
+    """
+
+    def __init__(self, client: bus.Client) -> None:
+        self._client = client
+        self.names: set[str] = set()
+        self.are_uncertain = False
+        self._discarded: set[str] = set()
+
+    async def write(self, gateway: str, records: Sequence[RequestRecord]) -> bool:
+        """Store records, and return whether the bus has answered; otherwise `restore` stores them."""
+        self.names.update(record.request.request_id for record in records)
+        with bus.ignore_outages():
+            async with asyncio.timeout(bus.TIMEOUT_S):
+                await write_records(self._client, gateway, records)
+            return True
+        self.are_uncertain = True
+        return False
+
+    def discard(self, name: str) -> None:
+        """Have the record of a request deleted soon."""
+        if name in self.names:
+            self.names.discard(name)
+            self._discarded.add(name)
+
+    async def delete_discarded(self, gateway: str) -> None:
+        """Delete the records that are not needed any more. Raises: an error of `bus.OUTAGES`."""
+        discarded, self._discarded = self._discarded, set()
+        try:
+            await delete_records(self._client, gateway, discarded)
+        except bus.OUTAGES:
+            self._discarded |= discarded
+            raise
+
+    async def take(self, old: str, gateway: str) -> list[RequestRecord]:
+        """Take over the records of `old`, which has ended. Raises: an error of `bus.OUTAGES`."""
+        try:
+            records = await take_records(self._client, old, gateway)
+        except bus.WatchError:  # another gateway has them, or this one has and the answer was lost
+            self.are_uncertain = True
+            return []
+        self.names.update(record.request.request_id for record in records)
+        return records
+
+    async def restore(self, gateway: str, present: Sequence[RequestRecord]) -> list[RequestRecord]:
+        """Store the `present` records again, and return the others that the bus has of this gateway.
+
+        It has taken these over without having received them, or has deleted them. Raises: an error of `bus.OUTAGES`.
+        """
+        await write_records(self._client, gateway, present)
+        found = _decode_records(await self._client.hgetall(records_key(gateway)))
+        self.are_uncertain = False
+        others = [record for record in found if record.request.request_id not in self.names | self._discarded]
+        self.names.update(record.request.request_id for record in others)
+        return others
+
+    async def move(self, old: str, new: str, owns: Callable[[str], Awaitable[bool]] | None) -> set[str]:
+        """Move the records to a new id of this gateway, and return the names of the requests that it has lost.
+
+        Another gateway has taken their records. If no gateway has a record, the other one has ended the request, or
+        Redis has lost the record: `owns` decides, without it they are lost. Waits through outages.
+        """
+        while True:
+            with bus.ignore_outages():
+                await take_records(self._client, old, new)
+                missing = self.names - await self._names_of(new)
+                taken: set[str] = set()
+                for gateway in await self._client.smembers(RECORDED) if missing else ():
+                    taken |= missing & await self._names_of(gateway.decode())
+                break
+            await asyncio.sleep(bus.RETRY_S)
+        lost = taken | {name for name in missing - taken if owns is None or not await owns(name)}
+        self.names -= lost
+        self.are_uncertain = True  # those that Redis has lost are stored again
+        return lost
+
+    async def _names_of(self, gateway: str) -> set[str]:
+        return {name.decode() for name in await self._client.hkeys(records_key(gateway))}
+
+
+async def keep_outboxes(client: bus.Client, workers: Iterable[str]) -> None:
+    """Keep the outboxes of workers that have ended from expiring soon. Raises: an error of `bus.OUTAGES`."""
+    for worker in workers:
+        await client.pexpire(bus.outbox(worker), int(bus.RETAIN_S * 1000))
+
+
 async def read_outboxes(client: bus.Client, records: Sequence[RequestRecord]) -> dict[str, list[GatewayNotice] | None]:
-    """Return the notices of all attempts by worker; None for a worker whose outbox is incomplete or cannot be read."""
+    """Return the notices of all attempts by worker; None for a worker whose outbox is incomplete.
+
+    Waits through outages.
+    """
     attempts = [attempt for record in records for attempt in record.attempts]
     found: dict[str, list[GatewayNotice] | None] = {}
     for worker in sorted({attempt.worker for attempt in attempts}):
         own = [attempt for attempt in attempts if attempt.worker == worker]
-        found[worker] = None
-        with bus.ignore_outages():
-            gateways = {attempt.gateway.encode(): attempt.gateway for attempt in own}
-            found[worker] = await _read_outbox(client, worker, gateways, min(attempt.entry for attempt in own))
+        gateways = {attempt.gateway.encode(): attempt.gateway for attempt in own}
+        while True:
+            with bus.ignore_outages():
+                found[worker] = await _read_outbox(client, worker, gateways, min(attempt.entry for attempt in own))
+                break
+            await asyncio.sleep(bus.RETRY_S)
     return found
 
 

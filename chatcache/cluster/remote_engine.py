@@ -4,7 +4,8 @@ The gateway records what each of its requests has emitted (`RequestJournal`). Wh
 requests are resumed by other workers from these records; the client only notices a pause. Notices of a worker that
 counts as dead are not read any more, so nothing arrives twice. A request that three workers did not survive fails.
 
-When another gateway ends, this one takes over the requests of which that one has left a record (see `records`).
+When another gateway ends, this one takes over the requests of which that one has left a record (see `records`); not
+while the bus has just been away, when the leases of gateways expired that have not ended.
 
 A request is sent to the worker with the lowest cost in seconds, see `request_router`.
 """
@@ -22,17 +23,24 @@ import msgspec
 from chatcache.cluster import bus
 from chatcache.cluster.records import (
     Attempt,
+    GatewayRecords,
     Item,
     RequestRecord,
-    delete_records,
     find_orphaned,
     history,
+    keep_outboxes,
     read_outboxes,
-    take_records,
-    write_records,
 )
 from chatcache.cluster.redis_placement import RedisPlacementIndex
-from chatcache.cluster.remote_worker import PlacedRequest, RemoteWorker, add_reports, best_explanation, sum_by_key
+from chatcache.cluster.remote_worker import (
+    PlacedRequest,
+    RemoteWorker,
+    add_accounts,
+    add_reports,
+    best_explanation,
+    check_length,
+    join_maps,
+)
 from chatcache.cluster.request_router import COST, RequestRouter, RoutedRequest
 from chatcache.engine_process.client import EngineClientBase
 from chatcache.engine_process.protocol import (
@@ -49,16 +57,8 @@ from chatcache.engine_process.protocol import (
     decode_error,
     encode_error,
 )
-from chatcache.engine_process.recovery import RequestJournal
-from chatcache.errors import (
-    ChatcacheError,
-    ContextLengthError,
-    EngineError,
-    InvalidRequestError,
-    OverloadedError,
-    RequestPoisonedError,
-    UnsupportedParameterError,
-)
+from chatcache.engine_process.recovery import RequestJournal, refused_drop
+from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, OverloadedError
 from chatcache.types.events import TERMINAL, EngineEvent, Finished, SearchStep
 from chatcache.types.request import GenerateRequest
 from chatcache.types.stats import (
@@ -75,7 +75,6 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_REPORT_AGE_S = 0.1
-MAX_LOST_WORKERS = 3  # that a request has run on before it counts as the cause
 ADOPT_TIMEOUT_S = 2.0  # for the workers to give the requests of a lost gateway to this one
 _POLL_S = 0.5
 _ADOPT_POLL_S = 0.01
@@ -89,11 +88,13 @@ class RemoteEngine:
     `on_adopt` is called with a request of another gateway that has ended, the data of its record, and the number of its
     events so far; it returns whether this gateway continues it, and reads its events from the first on. Without it,
     nothing is taken over.
-    `on_lost` is called with the id of a request that another gateway has taken over from this one.
+    `on_lost` is called with the id of a request that another gateway has taken over from this one. `owns` is asked
+    about a request whose record is missing, and returns whether no other gateway has taken it over.
     """
 
     on_adopt: Callable[[GenerateRequest, bytes, int], Awaitable[bool]] | None = None
     on_lost: Callable[[str], None] | None = None
+    owns: Callable[[str], Awaitable[bool]] | None = None
 
     def __init__(self, url: str, name: str, routing: str = COST) -> None:
         self._url = url
@@ -112,8 +113,8 @@ class RemoteEngine:
         self._id = ""
         self._tasks: list[asyncio.Task[None]] = []
         self._adoptions: set[asyncio.Task[None]] = set()
-        self._recorded: set[str] = set()  # ids of requests that have a record
-        self._unrecorded: set[str] = set()  # ids of those whose record is not needed any more
+        self._records = GatewayRecords(None)
+        self._answers = bus.Answers()
         self._has_lease = asyncio.Event()
         self._loaded = asyncio.Event()
         self._error: ChatcacheError | None = None
@@ -145,6 +146,7 @@ class RemoteEngine:
         """Connect to the bus; returns at once. Calling again is harmless."""
         if not self._tasks:
             self._redis = bus.connect(self._url)
+            self._records = GatewayRecords(self._redis)
             index = RedisPlacementIndex(self._redis) if self._routing == COST else None
             self._router = RequestRouter(index)
             self._tasks = [asyncio.create_task(self._hold_lease()), asyncio.create_task(self._watch_workers())]
@@ -174,7 +176,7 @@ class RemoteEngine:
         await asyncio.gather(*(worker.close() for worker in self._workers.values()))
         if self._redis is not None:
             with bus.ignore_outages():
-                await delete_records(self._redis, self._id, self._unrecorded)
+                await self._records.delete_discarded(self._id)
                 await self._redis.delete(bus.gateway_key(self._id))
             await self._redis.aclose()
         self._requests.clear()
@@ -212,20 +214,17 @@ class RemoteEngine:
 
         `data`: what `on_adopt` of that gateway gets. Without effect while the bus does not answer.
         """
-        placed = self._requests.get(request_id)
-        if placed is not None:
+        if (placed := self._requests.get(request_id)) is not None:
             placed.data = data
-            await self._write_records([placed])
+            await self._records.write(self._id, [placed.to_record()])
 
     def discard_record(self, request_id: str) -> None:
         """Delete the record of a request that needs no other gateway any more."""
-        if request_id in self._recorded:
-            self._recorded.discard(request_id)
-            self._unrecorded.add(request_id)
+        self._records.discard(request_id)
 
     def leave(self, request_id: str) -> None:
         """Leave a request that has a record to the gateway that takes it over when this one is closed."""
-        if request_id in self._recorded and (placed := self._requests.get(request_id)) is not None:
+        if request_id in self._records.names and (placed := self._requests.get(request_id)) is not None:
             self._forget(placed)
 
     async def health(self) -> EngineHealth:
@@ -254,25 +253,11 @@ class RemoteEngine:
     async def page_map(self, namespace: str = "", *, operator: bool = False) -> PageMap:
         """Return the maps of all workers one after the other."""
         self._check()
-        maps = await self._ask_all(lambda worker: worker.queries.page_map(namespace, operator))
-        return PageMap(
-            page_size=maps[0].page_size,
-            num_pages=sum(each.num_pages for each in maps),
-            num_pages_per_cell=max(each.num_pages_per_cell for each in maps),
-            cells="".join(each.cells for each in maps),
-        )
+        return join_maps(await self._ask_all(lambda worker: worker.queries.page_map(namespace, operator)))
 
     async def page_accounts(self) -> PageAccounts:
         self._check()
-        found = await self._ask_all(lambda worker: worker.queries.page_accounts())
-        return PageAccounts(
-            num_pages_in_use=sum(each.num_pages_in_use for each in found),
-            page_bytes=found[0].page_bytes,
-            requests=sum_by_key(each.requests for each in found),
-            conversations=sum_by_key(each.conversations for each in found),
-            namespaces=sum_by_key(each.namespaces for each in found),
-            states=sum_by_key(each.states for each in found),
-        )
+        return add_accounts(await self._ask_all(lambda worker: worker.queries.page_accounts()))
 
     async def stats(self) -> Any:
         """Return the statistics of each worker by its name."""
@@ -293,12 +278,7 @@ class RemoteEngine:
         """Raise: OverloadedError without a ready worker, ContextLengthError."""
         if self.model_info is None or not any(worker.is_ready for worker in self._workers.values()):
             raise OverloadedError(_NO_WORKER, code="engine_unavailable" if self.model_info else "model_loading")
-        if len(prompt) > self.model_info.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt)} tokens; "
-                f"this model's maximum context length is {self.model_info.max_model_len} tokens",
-                param="prompt",
-            )
+        check_length(prompt, self.model_info)
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
@@ -338,12 +318,27 @@ class RemoteEngine:
         if placed.is_moved:  # with a number of its own, as the worker ignores a submit that it has
             call = self._add_call(placed)
             placed.attempts.append(Attempt(self._id, worker.id, call, worker.position, placed.journal.last_seq))
-            worker.send(Submit(call, placed.journal.resumed_request(), num_new))
             if placed.data is not None:
-                self._start(self._write_records([placed]))
+                placed.is_recording = True
+                self._start(self._record_and_submit(placed, worker, num_new))
+                return
+            worker.send(Submit(call, placed.journal.resumed_request(), num_new))
         else:
             placed.attempts = [Attempt(self._id, worker.id, placed.calls[0], worker.position)]
             worker.send(Submit(placed.calls[0], placed.journal.request, num_new))
+        placed.worker, placed.numerics, placed.is_answered = worker, worker.status.numerics, False
+
+    async def _record_and_submit(self, placed: PlacedRequest, worker: RemoteWorker, num_new: int | None) -> None:
+        """Send a request to a worker when its record names that one: events that no record leads to would be lost."""
+        is_recorded = await self._records.write(self._id, [placed.to_record()])
+        placed.is_recording = False
+        if self._requests.get(placed.id) is not placed or not is_recorded or worker.is_lost:
+            self._router.release(placed.routed)  # it waits on, unless it has ended
+            return
+        try:
+            worker.send(Submit(placed.calls[-1], placed.journal.resumed_request(), num_new))
+        except ChatcacheError as error:  # it exceeds a frame
+            self._end(placed, error)
         placed.worker, placed.numerics, placed.is_answered = worker, worker.status.numerics, False
 
     def _add_call(self, placed: PlacedRequest) -> int:
@@ -373,10 +368,7 @@ class RemoteEngine:
             return
         reply = Answer(command.call)
         if not placed.journal.has_independent_candidates:
-            error = UnsupportedParameterError(
-                "this candidate cannot be dropped alone: cancel the response", param="candidate"
-            )
-            reply = Answer(command.call, error=encode_error(error))
+            reply = refused_drop(command)
         elif (done := placed.journal.cancelled_candidate_event(command.index)) is not None:
             if placed.journal.num_unfinished == 1:
                 self._abort_waiting(placed)
@@ -496,20 +488,26 @@ class RemoteEngine:
         """Connect to workers that hold a lease, and move the requests of those that do not any more."""
         await self._has_lease.wait()
         while True:
+            has_answered = False
             with bus.ignore_outages():
                 await self._update_workers()
                 await self._update_records()
+                has_answered = True
+            self._records.are_uncertain |= not has_answered
             self._place_waiting()
             await asyncio.sleep(_POLL_S)
 
     async def _update_workers(self) -> None:
         ids = sorted(each.decode() for each in await self._redis.smembers(bus.WORKERS))
         values = await self._redis.mget([bus.worker_key(each) for each in ids]) if ids else []
+        self._answers.note()
         found = dict(zip(ids, values, strict=True))
         self._refused.intersection_update(ids)
         for worker in list(self._workers.values()):
-            if worker.is_lost or not found.get(worker.id):
-                await self._remove(worker)
+            has_lease = bool(found.get(worker.id))
+            if worker.is_lost or not has_lease:
+                is_at_fault = not worker.has_gap if has_lease else not self._answers.were_interrupted
+                await self._remove(worker, num_lost=int(is_at_fault))
         for each, value in found.items():
             status = bus.decode_status(value)
             if value is None:
@@ -517,7 +515,7 @@ class RemoteEngine:
             elif status is None or each in self._refused:
                 continue
             elif (known := self._workers.get(each)) is not None:
-                known.status = status
+                known.update(status)
             else:
                 await self._add(status)
         self._router.update([worker.status for worker in self._workers.values() if worker.is_ready])
@@ -529,6 +527,9 @@ class RemoteEngine:
             return
         worker = RemoteWorker(self._redis, status, self._id, self._numbers, self._receive, self._router.update_load)
         await worker.start()
+        if worker.gateway != self._id:  # the lease of this gateway has expired meanwhile
+            await worker.close()
+            return
         self._workers[status.id] = worker
         self._router.connect(status, self._id)
         log.info("worker %s is connected", status.id)
@@ -536,14 +537,16 @@ class RemoteEngine:
             self.model_info = status.model_info
             self._loaded.set()
 
-    async def _remove(self, worker: RemoteWorker, num_lost: int = 1) -> None:
+    async def _remove(self, worker: RemoteWorker, num_lost: int) -> None:
         """Disconnect from a worker, and let its requests wait for another one.
 
         `num_lost`: 1 if the worker may have ended because of one of them.
         """
         worker.is_lost = True
         await worker.close()
-        self._workers.pop(worker.id, None)
+        if self._workers.get(worker.id) is not worker:  # it was removed by another task
+            return
+        del self._workers[worker.id]
         moved = [placed for placed in self._requests.values() if placed.worker is worker]
         log.warning("worker %s is lost; %d requests are resumed by others", worker.id, len(moved))
         for placed in moved:
@@ -569,17 +572,13 @@ class RemoteEngine:
         placed.worker = None
         if placed.is_aborted:
             self._abort_waiting(placed)
-        elif placed.num_lost_workers >= MAX_LOST_WORKERS:
-            reason = f"{MAX_LOST_WORKERS} engine workers ended while they ran this request"
-            self._end(placed, RequestPoisonedError(reason))
-        elif not placed.journal.is_resumable:
-            reason = "the engine worker ended; the record of this search is too long to continue it"
-            self._end(placed, OverloadedError(f"{reason}: send the request again", code="engine_unavailable"))
+        elif (error := placed.resume_error()) is not None:
+            self._end(placed, error)
         else:
             self.num_moved += 1
 
     def _place_waiting(self) -> None:
-        for placed in [each for each in self._requests.values() if each.worker is None and each.held is None]:
+        for placed in [each for each in self._requests.values() if each.is_waiting]:
             try:
                 self._place(placed)
             except ChatcacheError as error:  # it exceeds a frame
@@ -598,82 +597,83 @@ class RemoteEngine:
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._adoptions.add(task)
-        task.add_done_callback(self._adoptions.discard)
+        task.add_done_callback(self._on_adoption_end)
 
-    async def _write_records(self, requests: Sequence[PlacedRequest]) -> None:
-        records = [placed.to_record() for placed in requests]
-        with bus.ignore_outages():
-            self._recorded.update(record.request.request_id for record in records)
-            async with asyncio.timeout(bus.TIMEOUT_S):
-                await write_records(self._redis, self._id, records)
+    def _on_adoption_end(self, task: asyncio.Task[None]) -> None:
+        self._adoptions.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the records of requests cannot be processed", exc_info=error)
 
     async def _update_records(self) -> None:
         """Delete records that are not needed, and take over the requests of gateways that have ended."""
-        unrecorded, self._unrecorded = self._unrecorded, set()
-        try:
-            await delete_records(self._redis, self._id, unrecorded)
-        except bus.OUTAGES:
-            self._unrecorded |= unrecorded
-            raise
-        lost = {each.worker for placed in self._requests.values() if placed.data for each in placed.attempts}
-        for worker in lost - self._workers.keys():
-            await self._redis.pexpire(bus.outbox(worker), int(bus.RETAIN_S * 1000))
-        for gateway in await find_orphaned(self._redis) if self.on_adopt is not None else ():
-            if gateway != self._id and (records := await take_records(self._redis, gateway, self._id)):
-                self._recorded.update(record.request.request_id for record in records)
+        await self._records.delete_discarded(self._id)
+        if self._records.are_uncertain:
+            recorded = [placed for placed in self._requests.values() if placed.id in self._records.names]
+            self._start(self._adopt(await self._records.restore(self._id, [each.to_record() for each in recorded])))
+        used = {each.worker for placed in self._requests.values() if placed.data for each in placed.attempts}
+        await keep_outboxes(self._redis, used - self._workers.keys())
+        if self.on_adopt is None or self._answers.were_interrupted:
+            return
+        for gateway in await find_orphaned(self._redis):
+            if gateway != self._id and (records := await self._records.take(gateway, self._id)):
                 log.warning("gateway %s has ended: %d of its requests are taken over", gateway, len(records))
                 self._start(self._adopt(records))
 
     async def _keep_own_requests(self, old: str) -> None:
         """Give up the requests that another gateway has taken over while this one, `old`, had no lease."""
-        while True:
-            with bus.ignore_outages():
-                kept = {record.request.request_id for record in await take_records(self._redis, old, self._id)}
-                break
-            await asyncio.sleep(bus.RETRY_S)
-        lost, self._recorded = self._recorded - kept, self._recorded & kept
-        for name in lost:
+        for name in await self._records.move(old, self._id, self.owns):
             if (placed := self._requests.get(name)) is not None:
                 self._forget(placed)
             if self.on_lost is not None:
                 self.on_lost(name)
+            self._client.drop_log(name)
 
     async def _adopt(self, records: Sequence[RequestRecord]) -> None:
-        """Continue requests of gateways that have ended."""
-        adopted = [(record, await self._open_adopted(record)) for record in records]
-        await self._write_records([placed for _, placed in adopted])
+        """Continue requests of gateways that have ended, except those that run here."""
+        adopted: list[tuple[RequestRecord, PlacedRequest]] = []
+        for record in [each for each in records if each.request.request_id not in self._requests]:
+            try:
+                adopted.append((record, await self._open_adopted(record)))
+            except InvalidRequestError:  # it has just ended here
+                self.discard_record(record.request.request_id)
+        await self._records.write(self._id, [placed.to_record() for _, placed in adopted])
         for record, placed in adopted:
             if placed.worker is not None:
                 placed.worker.send(Adopt(placed.calls[-1], placed.id, record.attempts[-1].gateway))
         deadline = asyncio.get_running_loop().time() + ADOPT_TIMEOUT_S
         while any(placed.worker is not None and not placed.is_answered for _, placed in adopted):
+            await asyncio.sleep(_ADOPT_POLL_S)
             if asyncio.get_running_loop().time() > deadline:
                 break
-            await asyncio.sleep(_ADOPT_POLL_S)
         outboxes = await read_outboxes(self._redis, records)
         for record, placed in adopted:
-            items = history(record, outboxes)
-            if items is None:
-                log.error("request %s cannot be taken over: events of it are missing", placed.id)
-                self._give_up(placed)
-                continue
-            self._replay(placed, items)
-            num_events = placed.journal.last_seq
-            if self.on_adopt is not None and await self.on_adopt(record.request, record.data, num_events):
-                self.num_adopted += 1
-            else:
+            try:
+                is_continued = await self._continue(placed, record.data, history(record, outboxes))
+            except Exception:
+                log.exception("request %s cannot be taken over", placed.id)
+                is_continued = False
+            self.num_adopted += is_continued
+            if not is_continued:
                 self._give_up(placed)
 
+    async def _continue(self, placed: PlacedRequest, data: bytes, items: Sequence[Item] | None) -> bool:
+        """Repeat what was sent of a request and continue it; return whether that is possible."""
+        if items is None:
+            log.error("request %s cannot be taken over: events of it are missing", placed.id)
+        if items is None or placed.id not in self._records.names:  # another gateway has taken it over meanwhile
+            return False
+        self._replay(placed, items)
+        return self.on_adopt is not None and await self.on_adopt(placed.journal.request, data, placed.journal.last_seq)
+
     async def _open_adopted(self, record: RequestRecord) -> PlacedRequest:
-        """Return the request of a record, with a call for the worker that runs it; events are held until `_replay`."""
+        """Return the request of a record, with a call for the worker that runs it; events are held until `_replay`.
+
+        Raises: InvalidRequestError if this gateway has the log of the request already.
+        """
         routed = await self._router.locate(record.request)
-        last = record.attempts[-1]
-        placed = PlacedRequest([], RequestJournal(record.request), routed, is_accepted=True, numerics=record.numerics)
-        placed.num_lost_workers = len({each.worker for each in record.attempts}) - 1
-        placed.attempts, placed.data, placed.held = list(record.attempts), record.data, []
-        self._requests[placed.id] = placed
-        self._client.open_log(placed.id)
-        worker = self._workers.get(last.worker)
+        self._client.open_log(record.request.request_id)
+        placed = self._requests[record.request.request_id] = PlacedRequest.from_record(record, routed)
+        worker = self._workers.get(record.attempts[-1].worker)
         if worker is not None and not worker.is_lost:
             placed.worker = worker
             placed.attempts.append(Attempt(self._id, worker.id, self._add_call(placed), worker.position))

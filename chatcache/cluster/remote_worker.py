@@ -24,17 +24,26 @@ from chatcache.engine_process.protocol import (
     encode,
 )
 from chatcache.engine_process.recovery import RequestJournal
-from chatcache.errors import InvalidRequestError, OverloadedError
-from chatcache.types.stats import Durations, EngineHealth, Explanation, SlotUsage
+from chatcache.errors import (
+    ChatcacheError,
+    ContextLengthError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestPoisonedError,
+)
+from chatcache.types.stats import Durations, EngineHealth, Explanation, ModelInfo, PageAccounts, PageMap, SlotUsage
 
 log = logging.getLogger(__name__)
+
+MAX_LOST_WORKERS = 3  # that a request has run on before it counts as the cause
+MAX_RENEWALS = 4  # of the worker's lease, until it has received what was sent before
 
 
 class RemoteWorker:
     """One life of a worker process, as a gateway sees it.
 
-    `receive` is called with this worker and each of its notices, `receive_loads` with its load when it changes;
-    `is_lost` is set when its notices have a gap.
+    `receive` is called with this worker and each of its notices, `receive_loads` with its load when it changes.
+    `is_lost` is set when notices or commands are missing (`has_gap`), or cannot be processed.
     """
 
     def __init__(
@@ -48,9 +57,14 @@ class RemoteWorker:
     ) -> None:
         self.status = status
         self.is_lost = False
+        self.has_gap = False
+        self.gateway = gateway
         self.queries = EngineClientBase(self.send, numbers=numbers)
         self._client = client
-        self._gateway = gateway
+        self._numbers = numbers
+        self._number = 0  # of the last entry with commands
+        self._expected = 0  # number of an entry that the worker must have received soon
+        self._num_waited_renewals = 0
         self._receive = receive
         self._receive_loads = receive_loads
         self._commands: list[bytes] = []
@@ -67,10 +81,24 @@ class RemoteWorker:
         return self.status.health.ready and not self.status.is_draining and not self.is_lost
 
     async def start(self) -> None:
-        """Read this worker's notices from now on. Raises: an error of `bus.OUTAGES`."""
+        """Read this worker's notices from now on. It ends earlier requests. Raises: an error of `bus.OUTAGES`."""
         last = await bus.last_entry(self._client, bus.outbox(self.id))
         self.position = int(last.partition("-")[0])
         self._tasks = [asyncio.create_task(self._read(last)), asyncio.create_task(self._writer.run())]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_end)
+        self._writer.wake()  # an entry without commands
+
+    def update(self, status: bus.WorkerStatus) -> None:
+        """Take the present status; the worker is lost if commands do not reach it."""
+        is_renewed, self.status = status.num_renewals != self.status.num_renewals, status
+        if status.received.get(self.gateway, 0) >= self._expected:
+            self._expected, self._num_waited_renewals = self._number, 0
+        elif is_renewed:
+            self._num_waited_renewals += 1
+            if self._num_waited_renewals == MAX_RENEWALS:
+                log.error("commands to worker %s were lost", self.id)
+                self.is_lost = self.has_gap = True
 
     def send(self, command: Command) -> None:
         """Send a command.
@@ -91,24 +119,35 @@ class RemoteWorker:
         self.queries.fail_calls(OverloadedError("the engine worker ended", code="engine_unavailable"))
 
     def _take(self) -> Mapping[bytes, bytes]:
-        if not self._commands:
+        if not self._commands and self._number:
             return {}
         commands, self._commands = self._commands, []
-        return {bus.FROM: self._gateway.encode(), bus.COMMANDS: bus.encode_list(commands)}
+        after, self._number = self._number, next(self._numbers)
+        return {
+            bus.FROM: self.gateway.encode(),
+            bus.NUMBER: b"%d" % self._number,
+            bus.AFTER: b"%d" % after,
+            bus.COMMANDS: bus.encode_list(commands),
+        }
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        self.is_lost = True
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the connection to worker %s failed", self.id, exc_info=error)
 
     async def _read(self, last: str) -> None:
         reader = bus.StreamReader(self._client, bus.outbox(self.id), last)
-        own = self._gateway.encode()
+        own = self.gateway.encode()
         while not self.is_lost:
             for number, fields in await reader.read():
                 if number != self.position + 1:
                     log.error("notices %d to %d of worker %s are missing", self.position + 1, number - 1, self.id)
-                    self.is_lost = True
+                    self.is_lost = self.has_gap = True
                     return
                 self.position = number
                 try:
                     if bus.LOADS in fields:
-                        self._receive_loads(self.id, bus.decode_loads(fields[bus.LOADS]), self._gateway)
+                        self._receive_loads(self.id, bus.decode_loads(fields[bus.LOADS]), self.gateway)
                     for body in bus.decode_list(fields[own]) if own in fields else ():
                         self._receive(self, decode_notice(body))
                 except (msgspec.MsgspecError, ValueError) as error:
@@ -124,7 +163,7 @@ class PlacedRequest:
     `calls`: the number of its submit, and one for each worker that resumed it. `is_answered`: its worker has answered
     the last of them; events before that answer are of an earlier submit to the same worker. `attempts` and `data`: see
     `RequestRecord`; without data the request has no record. `held`: what its worker sends while what it has sent
-    before is read from the bus; None otherwise.
+    before is read from the bus; None otherwise. It `is_recording` while the next worker is written to its record.
     """
 
     calls: list[int]
@@ -135,6 +174,7 @@ class PlacedRequest:
     is_accepted: bool = False
     is_aborted: bool = False
     is_moved: bool = False
+    is_recording: bool = False
     num_lost_workers: int = 0
     numerics: str = ""
     refused_by: set[str] = field(default_factory=set)
@@ -145,6 +185,35 @@ class PlacedRequest:
     @property
     def id(self) -> str:
         return self.journal.request.request_id
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the request can be sent to a worker."""
+        return self.worker is None and self.held is None and not self.is_recording
+
+    @classmethod
+    def from_record(cls, record: RequestRecord, routed: RoutedRequest) -> PlacedRequest:
+        """Return the request of a record, whose events are held."""
+        return cls(
+            [],
+            RequestJournal(record.request),
+            routed,
+            is_accepted=True,
+            num_lost_workers=len({each.worker for each in record.attempts}) - 1,
+            numerics=record.numerics,
+            attempts=list(record.attempts),
+            data=record.data,
+            held=[],
+        )
+
+    def resume_error(self) -> ChatcacheError | None:
+        """Return why no other worker can resume the request; None if one can."""
+        if self.num_lost_workers >= MAX_LOST_WORKERS:
+            return RequestPoisonedError(f"{MAX_LOST_WORKERS} engine workers ended while they ran this request")
+        if self.journal.is_resumable:
+            return None
+        reason = "the engine worker ended; the record of this search is too long to continue it"
+        return OverloadedError(f"{reason}: send the request again", code="engine_unavailable")
 
     def to_record(self) -> RequestRecord:
         """Return what another gateway needs to take the request over."""
@@ -176,6 +245,38 @@ def add_reports(reports: Sequence[EngineHealth]) -> EngineHealth:
     return msgspec.structs.replace(first, **summed)
 
 
+def check_length(prompt: Sequence[int], model_info: ModelInfo) -> None:
+    """Raise: ContextLengthError for a prompt that is too long for the model."""
+    if len(prompt) > model_info.max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens; "
+            f"this model's maximum context length is {model_info.max_model_len} tokens",
+            param="prompt",
+        )
+
+
+def join_maps(maps: Sequence[PageMap]) -> PageMap:
+    """Return the maps of several workers one after the other."""
+    return PageMap(
+        page_size=maps[0].page_size,
+        num_pages=sum(each.num_pages for each in maps),
+        num_pages_per_cell=max(each.num_pages_per_cell for each in maps),
+        cells="".join(each.cells for each in maps),
+    )
+
+
+def add_accounts(accounts: Sequence[PageAccounts]) -> PageAccounts:
+    """Add up the pages of requests, conversations, namespaces and states of several workers."""
+    return PageAccounts(
+        num_pages_in_use=sum(each.num_pages_in_use for each in accounts),
+        page_bytes=accounts[0].page_bytes,
+        requests=_sum_by_key(each.requests for each in accounts),
+        conversations=_sum_by_key(each.conversations for each in accounts),
+        namespaces=_sum_by_key(each.namespaces for each in accounts),
+        states=_sum_by_key(each.states for each in accounts),
+    )
+
+
 def best_explanation(found: Sequence[Explanation]) -> Explanation:
     """Return the explanation of the worker that has cached most of the prompt.
 
@@ -188,7 +289,7 @@ def best_explanation(found: Sequence[Explanation]) -> Explanation:
     return msgspec.structs.replace(best, pages=pages)
 
 
-def sum_by_key(dicts: Any) -> dict[str, float]:
+def _sum_by_key(dicts: Any) -> dict[str, float]:
     """Add up the values of each key."""
     total: dict[str, float] = {}
     for each in dicts:

@@ -149,6 +149,8 @@ class WorkerHost:
         self._writer: bus.StreamWriter | None = None
         self._sent: deque[tuple[float, int, int]] = deque()  # entries that are retained: time, number, bytes
         self._num_sent_bytes = 0
+        self._num_renewals = 0
+        self._received: dict[str, int] = {}  # see `WorkerStatus`
         self._lost_since: dict[str, float] = {}  # by gateway whose lease has expired
         self.is_draining = False
         self.id = ""
@@ -177,6 +179,7 @@ class WorkerHost:
     async def _serve_until_lease_expires(self) -> None:
         """Serve under one id. The lease is published last, so that nothing is sent to a worker that does not read."""
         self._sent.clear()
+        self._received.clear()
         self._num_sent_bytes = 0
         writer = bus.StreamWriter(self._client, bus.outbox(self.id), self._take, is_numbered=True)
         self._writer = writer
@@ -201,6 +204,7 @@ class WorkerHost:
         model_info = self._engine.model_info
         if model_info is None:
             raise EngineError("the engine was closed")
+        self._num_renewals += 1
         status = bus.WorkerStatus(
             id=self.id,
             name=self._name,
@@ -209,20 +213,30 @@ class WorkerHost:
             health=await self._engine.health(),
             is_draining=self.is_draining,
             loads=self._loads.last,
+            num_renewals=self._num_renewals,
+            received=self._received,
         )
         return msgspec.msgpack.encode(status)
 
     async def _keep_streams(self) -> None:
-        """Register this worker, keep its streams from expiring, and remove old entries."""
+        """Register this worker, keep its streams from expiring, and remove old entries.
+
+        If the latest entry is missing, another one is written, so that the gateways find the gap.
+        """
         lifetime_ms = int(bus.RETAIN_S * 1000)
         out, into = bus.outbox(self.id), bus.inbox(self.id)
-        oldest = self._discard_sent()
+        oldest, num_accepted = self._discard_sent(), self._writer.num_accepted if self._writer is not None else 0
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.sadd(bus.WORKERS, self.id)
             pipe.pexpire(out, lifetime_ms)
             pipe.pexpire(into, lifetime_ms)
             pipe.xtrim(out, minid=f"{oldest}-0", approximate=False)
-            await pipe.execute()
+            pipe.xrevrange(out, count=1)
+            *_, latest = await pipe.execute()
+        if num_accepted and (not latest or int(latest[0][0].partition(b"-")[0]) < num_accepted):
+            log.warning("notices of this worker were lost with a Redis server")
+            self._loads.is_changed = True
+            self._wake()
 
     def _discard_sent(self) -> int:
         """Return the number of the oldest entry that is retained.
@@ -255,8 +269,10 @@ class WorkerHost:
         return self._writer.num_sent if self._writer is not None else 0
 
     async def _end_requests_of_lost_gateways(self) -> None:
-        gateways = {each.gateway for each in self._requests.values()}
+        gateways = {each.gateway for each in self._requests.values()} | self._received.keys()
         lost = gateways - await bus.alive(self._client, gateways)
+        for name in lost:
+            self._received.pop(name, None)
         now = time.monotonic()
         self._lost_since = {name: self._lost_since.get(name, now) for name in lost}
         ended = {
@@ -273,17 +289,37 @@ class WorkerHost:
     async def _read(self) -> None:
         reader = bus.StreamReader(self._client, bus.inbox(self.id))
         while True:
-            for _, fields in await reader.read():
+            entries = await reader.read()
+            for _, fields in entries:
                 gateway = fields.get(bus.FROM, b"").decode(errors="replace")
                 try:
-                    bodies = bus.decode_list(fields.get(bus.COMMANDS, b""))
-                except msgspec.MsgspecError as error:
+                    number, after = int(fields[bus.NUMBER]), int(fields[bus.AFTER])
+                    bodies = bus.decode_list(fields[bus.COMMANDS])
+                except (msgspec.MsgspecError, KeyError, ValueError) as error:
                     log.error("an entry of %r is no list of commands: %s", gateway, error)
                     continue
-                for body in bodies:
-                    await self._apply(gateway, body)
+                if await self._is_new(gateway, number, after):
+                    for body in bodies:
+                        await self._apply(gateway, body)
+            if not entries:  # after a failover, the ids of new entries can be smaller than that of the last one
+                reader.last = "0-0"
+                continue
             with bus.ignore_outages():
                 await self._client.xtrim(bus.inbox(self.id), minid=_after(reader.last), approximate=False)
+
+    async def _is_new(self, gateway: str, number: int, after: int) -> bool:
+        """Return whether an entry was not received before. `after`: the number of the gateway's entry before.
+
+        Without one, the gateway has connected, perhaps again because entries were missing: its requests are ended.
+        """
+        received = self._received.get(gateway, 0)
+        if number <= received:
+            return False
+        if after == 0:
+            await self._abort({name for name, each in self._requests.items() if each.gateway == gateway})
+        if after in (0, received):
+            self._received[gateway] = number
+        return True
 
     async def _apply(self, gateway: str, body: bytes) -> None:
         try:
@@ -315,6 +351,8 @@ class WorkerHost:
             if (running.gateway, running.call) == (gateway, command.call):  # the entry was written twice
                 return
             await self._abort({name})
+            moved = EngineError(f"request {name!r} was sent again by another gateway")
+            self._send(running.gateway, Answer(running.call, encode_error(moved)))
         request, num_new = command.request, command.num_new_tokens
         running = self._requests[name] = RunningRequest(
             gateway,

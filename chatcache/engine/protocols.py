@@ -54,11 +54,13 @@ class RecordingEngine(Protocol):
 
     `on_adopt` is called with a request of another gateway that has ended, the data of its record, and the number of its
     events so far; it returns whether this gateway continues it. `on_lost` is called with the id of a request that
-    another gateway has taken over from this one.
+    another gateway has taken over from this one. `owns` is asked about a request whose record is missing, and returns
+    whether no other gateway has taken it over.
     """
 
     on_adopt: Callable[[GenerateRequest, bytes, int], Awaitable[bool]] | None
     on_lost: Callable[[str], None] | None
+    owns: Callable[[str], Awaitable[bool]] | None
 
     async def record(self, request_id: str, data: bytes) -> None:
         """Leave a record of a running request, with `data` for the gateway that takes it over."""

@@ -204,6 +204,12 @@ class RequestJournal:
         return CandidateDone(self.request.request_id, self.last_seq + 1, index, FINISH_CANCELLED, None, score)
 
 
+def refused_drop(command: CancelCandidate) -> Answer:
+    """Return the answer to dropping a candidate of a search."""
+    message = "this candidate cannot be dropped alone: cancel the response"
+    return Answer(command.call, error=encode_error(UnsupportedParameterError(message, param="candidate")))
+
+
 class RequestState(enum.Enum):
     """State of a request during recovery, see the drawing in the module docstring.
 
@@ -327,10 +333,7 @@ class RequestRecovery:
             return
         reply = Answer(command.call)
         if not held.journal.has_independent_candidates:
-            error = UnsupportedParameterError(
-                "this candidate cannot be dropped alone: cancel the response", param="candidate"
-            )
-            reply = Answer(command.call, error=encode_error(error))
+            reply = refused_drop(command)
         elif (done := held.journal.cancelled_candidate_event(command.index)) is not None:
             if held.journal.num_unfinished == 1:
                 self._abort_held(held)

@@ -124,7 +124,8 @@ def create_app(
 async def _load(gateway: Gateway, load_tokenizer: Callable[[], Tokenizer], store: ConversationStore) -> None:
     """Load the tokenizer; from then on, responses of gateways that end can be taken over."""
     await gateway.load(load_tokenizer, store)
-    if gateway.recorder is not None and gateway.model is not None:
+    if gateway.recorder is not None and gateway.peers is not None and gateway.model is not None:
+        gateway.recorder.owns = gateway.peers.runs_here
         gateway.recorder.on_lost = partial(_abandon, gateway)
         gateway.recorder.on_adopt = partial(continue_response, gateway)
 

@@ -289,8 +289,10 @@ class Gateway:
         await self.pending_saves.close()
 
     def drain(self) -> None:
-        """Reject new requests; running ones continue."""
+        """Reject new requests and those of gateways that have ended; running ones continue."""
         self.admission.close()
+        if self.recorder is not None:
+            self.recorder.on_adopt = None
 
     @property
     def is_idle(self) -> bool:

@@ -59,11 +59,13 @@ class Channel(Protocol):
 
     async def send(self, name: str | None, data: bytes) -> int: ...
 
-    async def listen(self, receive: Callable[[bytes], None]) -> None: ...
+    async def listen(self, receive: Callable[[bytes], None], on_subscribe: Callable[[], None]) -> None: ...
 
     async def find_runner(self, response_id: str) -> str | None: ...
 
     async def take_over(self, conversation_id: str, response_id: str) -> bool: ...
+
+    def give_up(self, response_id: str) -> None: ...
 
     async def running_ids(self) -> Sequence[str]: ...
 
@@ -326,6 +328,7 @@ class GatewayPeers:
         """`responses`: those of this process. `hub`, `limiter`: receive what other gateways change and charge."""
         self.find_runner = channel.find_runner
         self.take_over = channel.take_over
+        self.give_up = channel.give_up
         self.leave_responses = channel.leave_responses
         self.waits_for_takeover = False
         self._channel = channel
@@ -337,6 +340,7 @@ class GatewayPeers:
         self._opening: dict[tuple[str, str], asyncio.Task[LoggedResponse]] = {}
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Queue[Answer]] = {}
+        self._watching: set[int] = set()  # numbers of questions for frames
         self._readers: dict[tuple[str, str], _RemoteReader] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -346,12 +350,18 @@ class GatewayPeers:
         self._limiter.publish = lambda charges: self._publish(Charged(self._channel.name, list(charges)))
         self._publish(Hello(self._channel.name))
         try:
-            await self._channel.listen(self._receive)
+            await self._channel.listen(self._receive, self._on_subscribe)
         finally:
             tasks = [*self._tasks, *(run.task for run in self._copies.running())]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def runs_here(self, response_id: str) -> bool:
+        """Return whether the store names this gateway as the one that runs a response; True if it does not answer."""
+        with contextlib.suppress(StoreUnavailableError):
+            return await self.find_runner(response_id) == self._channel.name
+        return True
 
     async def find(self, owner: str, response_id: str, *, ended: bool = False) -> LoggedResponse | None:
         """Return a response of this owner that runs on another gateway, with a copy of its log; None if none does.
@@ -433,6 +443,8 @@ class GatewayPeers:
         Raises: GatewayUnreachableError without an answer in time, StoreUnavailableError, or the error of the answer.
         """
         async with self._answers() as (number, answers):
+            if isinstance(command, Watch):
+                self._watching.add(number)
             question = Question(number, self._channel.name, owner, response_id, command)
             if not await self._channel.send(runner, msgspec.msgpack.encode(question)):
                 raise _unreachable()
@@ -469,6 +481,7 @@ class GatewayPeers:
             yield number, answers
         finally:
             del self._asked[number]
+            self._watching.discard(number)
 
     async def _is_owned(self, owner: str, response_id: str) -> bool:
         try:
@@ -514,6 +527,11 @@ class GatewayPeers:
                         if answer.error is None and msgspec.msgpack.decode(answer.result, type=bool):
                             return answer.sender
         return None
+
+    def _on_subscribe(self) -> None:
+        """Have frames asked for again: the answers may have been lost with the connection."""
+        for number in self._watching:
+            self._asked[number].put_nowait(Answer(number, "", error=_encoded_error(_unreachable())))
 
     def _receive(self, data: bytes) -> None:
         try:
@@ -648,5 +666,7 @@ def _encoded_error(error: ChatcacheError) -> dict[str, Any]:
 
 def _decoded_error(fields: Mapping[str, Any]) -> ChatcacheError:
     error = NotFoundError(fields["message"]) if fields["status"] == 404 else ChatcacheError(fields["message"])
+    if fields["code"] == GatewayUnreachableError.code:
+        return GatewayUnreachableError(fields["message"])
     error.status, error.type, error.code, error.param = (fields[name] for name in ("status", "type", "code", "param"))
     return error

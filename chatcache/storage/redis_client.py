@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -301,6 +302,7 @@ class GatewayHeartbeats:
         self._lease_s = lease_s
         self.process = self._process = secrets.token_hex(8)
         self._own_responses: set[str] = set()
+        self._given_up: dict[str, float] = {}  # when this process stopped to run a response, in monotonic seconds
         self.leaves_responses = False  # to another process, which takes them over soon
         self._loop_task: asyncio.Task[None] | None = None
 
@@ -312,7 +314,10 @@ class GatewayHeartbeats:
 
         async def read(client: Client) -> tuple[bytes | None, bool]:
             entry: bytes | None = await client.hget(RUNNING_KEY, response_id)
-            return entry, entry is not None and await _exists(client, alive_key(entry.decode().partition(" ")[0]))
+            if entry is None:
+                return None, False
+            process = entry.decode().partition(" ")[0]
+            return entry, process == self._process or await _exists(client, alive_key(process))
 
         entry, is_alive = await self._connection.run(read)
         if entry is None:
@@ -345,6 +350,7 @@ class GatewayHeartbeats:
             self.renew(pipe)
             return True
 
+        self._given_up.pop(response_id, None)
         self._own_responses.add(response_id)
         is_taken = False
         try:
@@ -353,6 +359,15 @@ class GatewayHeartbeats:
             if not is_taken:
                 self._own_responses.discard(response_id)
         return is_taken
+
+    def give_up(self, response_id: str) -> None:
+        """Record that this process does not run a response any more.
+
+        It is ended as orphaned unless another process takes it over within the time of a lease.
+        """
+        if response_id in self._own_responses:
+            self._own_responses.discard(response_id)
+            self._given_up[response_id] = time.monotonic()
 
     async def require_own(self, pipe: Pipe, turn: Turn | None) -> None:
         """Check that no other process has taken a response over. Raises: ResponseElsewhereError."""
@@ -427,12 +442,15 @@ class GatewayHeartbeats:
         """End responses whose process is not alive."""
         running: dict[bytes, bytes] = await self._connection.run(lambda client: client.hgetall(RUNNING_KEY))
         is_alive: dict[str, bool] = {self._process: True}
+        earliest_s = time.monotonic() - self._lease_s
+        self._given_up = {name: given_s for name, given_s in self._given_up.items() if given_s > earliest_s}
+        own = self._own_responses | self._given_up.keys()
         for response, entry in running.items():
             process, _, conversation_id = entry.decode().partition(" ")
             if process not in is_alive:
                 key = alive_key(process)
                 is_alive[process] = bool(await self._connection.run(partial(_exists, key=key)))
-            is_run = is_alive[process] and (process != self._process or response.decode() in self._own_responses)
+            is_run = is_alive[process] and (process != self._process or response.decode() in own)
             if not is_run:
                 await self._end_response(conversation_id, response.decode(), entry)
 
@@ -448,6 +466,7 @@ class GatewayChannel:
         self.name = heartbeats.process
         self.find_runner = heartbeats.find_runner
         self.take_over = heartbeats.take_over
+        self.give_up = heartbeats.give_up
         self._heartbeats = heartbeats
         self.running_ids = heartbeats.running_ids
         self._connection = connection
@@ -465,8 +484,11 @@ class GatewayChannel:
         channel = ALL_GATEWAYS_CHANNEL if name is None else gateway_channel(name)
         return int(await self._connection.run(lambda client: client.publish(channel, data)))
 
-    async def listen(self, receive: Callable[[bytes], None]) -> None:
-        """Pass every message to `receive`, until cancelled. A lost connection is opened again."""
+    async def listen(self, receive: Callable[[bytes], None], on_subscribe: Callable[[], None]) -> None:
+        """Pass every message to `receive`, until cancelled. A lost connection is opened again.
+
+        `on_subscribe` is called whenever that has happened: messages may have been lost before.
+        """
         is_reported = False
         try:
             while True:
@@ -475,6 +497,7 @@ class GatewayChannel:
                         await subscription.subscribe(ALL_GATEWAYS_CHANNEL, gateway_channel(self.name))
                         _raise_lost_cancellation()
                         is_reported = False
+                        on_subscribe()
                         await self._receive(subscription, receive)
                 except (redis.RedisError, OSError, RuntimeError) as error:
                     if isinstance(error, RuntimeError) and _CLOSED not in str(error):
@@ -488,7 +511,7 @@ class GatewayChannel:
             await self._client.aclose(close_connection_pool=True)
 
     async def _receive(self, subscription: Any, receive: Callable[[bytes], None]) -> None:
-        """Receive messages until the connection is lost, or silent after a ping."""
+        """Receive until the connection is lost, silent after a ping, or to a server that is not the primary."""
         is_pinged = False
         while True:
             message = await subscription.get_message(timeout=_QUIET_S)
@@ -502,6 +525,15 @@ class GatewayChannel:
                 is_pinged = True
                 await subscription.ping()
                 _raise_lost_cancellation()
+                await self._check_subscribed()
+
+    async def _check_subscribed(self) -> None:
+        """Raise redis.ConnectionError if the primary has no subscription: a former one, which is cut off, has it."""
+        channel = gateway_channel(self.name)
+        with contextlib.suppress(StoreUnavailableError):
+            ((_, num_subscribed),) = await self._connection.run(lambda client: client.pubsub_numsub(channel))
+            if not num_subscribed:
+                raise redis.ConnectionError("another server is the primary now")
 
 
 def _raise_lost_cancellation() -> None:

@@ -57,6 +57,26 @@ async def test_cancellation_that_redis_loses_ends_the_task(work: Callable[[Any],
     assert done and task.cancelled()
 
 
+class CutOffPrimary:
+    """A server that answers and refuses writes. Its `connection_pool` counts how often its connections are closed."""
+
+    def __init__(self) -> None:
+        self.num_closed = 0
+        self.connection_pool = self
+
+    async def set(self, *_: object, **__: object) -> None:
+        raise redis.ResponseError("NOREPLICAS Not enough good replicas to write.")
+
+    async def disconnect(self, *, inuse_connections: bool) -> None:
+        self.num_closed += not inuse_connections
+
+
+async def test_lease_that_a_primary_refuses_is_renewed_on_a_new_connection() -> None:
+    client = CutOffPrimary()
+    assert await bus.Lease(client, "key").renew(b"1")
+    assert client.num_closed == 1
+
+
 async def test_closed_client_has_no_connections(tmp_path: Path) -> None:
     with redis_server(tmp_path / "bus") as server:
         client = bus.connect(server.url)

@@ -264,6 +264,37 @@ def test_owner_that_does_not_answer_is_a_503_and_the_stream_continues_after_it(
 
 
 @pytest.mark.slow
+def test_frames_are_asked_for_again_when_a_lost_connection_is_back(
+    store: RedisServer, pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer may have been lost with it; no other one comes."""
+    owner, other = pair
+    response_id = begin(owner)
+    answer = GatewayPeers._answer
+    lost: list[peers.Question] = []
+
+    async def lose(_: GatewayPeers, question: peers.Question) -> None:
+        lost.append(question)
+
+    def close_subscriptions() -> None:
+        store.admin.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+
+    with streamed(other, response_id) as events:
+        numbers = [next(events).sequence_number]
+        monkeypatch.setattr(peers, "ANSWER_S", 600.0)
+        monkeypatch.setattr(GatewayPeers, "_answer", lose)
+        wait_until(lambda: bool(lost), "a lost answer")
+        num_lost = len(lost)
+        close_subscriptions()
+        wait_until(lambda: len(lost) > num_lost, "another question")
+        monkeypatch.setattr(GatewayPeers, "_answer", answer)
+        close_subscriptions()
+        hurry(owner)
+        numbers += numbers_of(events)
+    assert numbers == list(range(len(numbers)))
+
+
+@pytest.mark.slow
 def test_watch_that_begins_again_at_the_start_is_noticed(
     pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,29 @@ async def test_dead_gateway_leaves_its_responses_incomplete_and_others_running(e
         await store.close()
 
 
+async def test_response_that_its_gateway_gives_up_ends_unless_another_one_takes_it_over(
+    empty_redis: RedisServer,
+) -> None:
+    first, second = (RedisStore(empty_redis.url, lease_s=1.5) for _ in range(2))
+    await first.create(HEAD, turn=Turn("resp_taken", "", "m", 1.0))
+    for name in ("resp_left", "resp_kept"):
+        await first.append("me", "conv", [], Turn(name, "", "m", 1.0))
+    first.channel.give_up("resp_taken")
+    first.channel.give_up("resp_left")
+    await first._heartbeats._end_orphaned()
+    assert await second.channel.find_runner("resp_taken") == first.channel.name, "it may be taken over"
+    assert await second.channel.take_over("conv", "resp_taken")
+
+    async def has_ended() -> bool:
+        return (await second.load("me", "conv")).turns["resp_left"].status == INCOMPLETE
+
+    await until(has_ended, "the response that no gateway runs to be incomplete")
+    turns = (await second.load("me", "conv")).turns
+    assert [turns[name].status for name in ("resp_taken", "resp_kept")] == [IN_PROGRESS, IN_PROGRESS]
+    for store in (first, second):
+        await store.close()
+
+
 async def test_two_gateways_write_one_conversation_without_losses(empty_redis: RedisServer) -> None:
     stores = [RedisStore(empty_redis.url) for _ in range(2)]
     try:

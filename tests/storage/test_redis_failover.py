@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,30 @@ async def test_stream_of_the_bus_continues_on_the_new_primary(tmp_path: Path) ->
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await client.aclose()
+
+
+@pytest.mark.slow
+async def test_messages_reach_a_gateway_whose_subscription_is_at_a_primary_that_was_cut_off(tmp_path: Path) -> None:
+    with sentinel_group(tmp_path, *MIN_REPLICAS) as group:
+        store = RedisStore(group.url)
+        received: list[bytes] = []
+        listening = asyncio.create_task(store.channel.listen(received.append, lambda: None))
+
+        async def send(number: int) -> None:
+            async def is_received() -> bool:
+                with contextlib.suppress(StoreUnavailableError):
+                    await store.check()  # a refused write: the next one goes to the new primary
+                    await store.channel.send(store.channel.name, bytes([number]))
+                return bytes([number]) in received
+
+            await until(is_received, f"message {number}")
+
+        await send(1)
+        await cut_off_primary(group, lambda: send(2))
+        await send(3)
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+        await store.close()
 
 
 @pytest.mark.slow

@@ -312,10 +312,15 @@ class LiveResponse:
         """End here without a result: another gateway has taken the response over. Readers get an error."""
         if not self._is_abandoned:
             self._is_abandoned = True
+            self._give_up()
             self._gateway.responses.end(self.id, keep=False)
             self.log.fail(GatewayUnreachableError("another gateway runs the response now; read it again"))
             if self.task is not asyncio.current_task():
                 self.task.cancel()
+
+    def _give_up(self) -> None:
+        if self._gateway.peers is not None:
+            self._gateway.peers.give_up(self.id)
 
     @property
     def prompt_messages(self) -> tuple[Message, ...]:
@@ -598,6 +603,7 @@ class LiveResponse:
             log.info("%s: its conversation was deleted while it ran", self.id)
         except Exception:
             log.exception("%s: could not store its failure", self.id)
+            self._give_up()
 
     async def _store(self, status: str, usage: Usage | None) -> bool:
         """Store the result now (True), or as soon as the store is available (False)."""

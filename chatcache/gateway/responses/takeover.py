@@ -8,6 +8,7 @@ input is part of the record, since it comes from a client.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -17,6 +18,7 @@ import msgspec
 
 from chatcache.conversations.fork_points import ReplyPrefix, TurnRequest
 from chatcache.conversations.prompt import Divergence, Prompt
+from chatcache.conversations.store import StoreUnavailableError
 from chatcache.conversations.tree import Turn
 from chatcache.conversations.turns import PlannedTurn
 from chatcache.errors import ChatcacheError, NotFoundError
@@ -28,6 +30,8 @@ from chatcache.gateway.responses.steering import Steer, restored_steer
 from chatcache.types.request import GenerateRequest
 
 log = logging.getLogger(__name__)
+
+RETRY_S = 0.2  # while the store does not answer
 
 StartSuccessor = Callable[[Principal, Mapping[str, Any], bool], Awaitable[str]]
 
@@ -111,7 +115,7 @@ async def take_over(
     gateway.responses.start_restoring(request.request_id)
     try:
         record = _records.decode(data)
-        is_running = await _take_over(gateway, start_successor, request, record, num_events)
+        is_running = await _retry_take_over(gateway, start_successor, request, record, num_events)
     except (ChatcacheError, msgspec.MsgspecError) as error:
         log.error("response %s cannot be taken over: %s", request.request_id, error)
     except Exception:
@@ -119,7 +123,21 @@ async def take_over(
     finally:
         if not is_running:
             gateway.responses.end_restoring(request.request_id)
+            if gateway.peers is not None:
+                gateway.peers.give_up(request.request_id)
     return is_running
+
+
+async def _retry_take_over(
+    gateway: Gateway, start_successor: StartSuccessor, request: GenerateRequest, record: ReplyRecord, num_events: int
+) -> bool:
+    """Take a response over as soon as the store answers: after a failover it may do so later than the bus."""
+    while True:
+        try:
+            return await _take_over(gateway, start_successor, request, record, num_events)
+        except StoreUnavailableError as error:
+            log.warning("response %s is taken over later: %s", request.request_id, error)
+            await asyncio.sleep(RETRY_S)
 
 
 async def _take_over(

@@ -1,0 +1,76 @@
+"""Taking over a response while the store does not answer, or refuses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from chatcache.conversations.store import StoreUnavailableError
+from chatcache.conversations.tree import Turn
+from chatcache.errors import NotFoundError
+from chatcache.gateway.auth.principal import OPEN_SERVER_PRINCIPAL
+from chatcache.gateway.responses import takeover
+from chatcache.gateway.responses.registry import ResponseRegistry
+from chatcache.types.request import GenerateRequest, SamplingParams
+
+REQUEST = GenerateRequest(request_id="resp", prompt=(1,), params=SamplingParams(max_tokens=5))
+RECORD = takeover.ReplyRecord(
+    principal=OPEN_SERVER_PRINCIPAL,
+    turn=Turn("resp", "", "m", 1.0),
+    conversation_id="conv",
+    rendering="",
+    divergence=None,
+    prefix=None,
+    reply_start="",
+    fork_with=None,
+    functions=None,
+    thinks=False,
+    settings={},
+    ttl_s=None,
+    extended=False,
+    compacts=False,
+)
+
+
+class Gateway:
+    """The parts of a gateway that `take_over` uses itself. `given_up`: responses that it leaves to others."""
+
+    def __init__(self) -> None:
+        self.responses = ResponseRegistry()
+        self.peers = self
+        self.given_up: list[str] = []
+
+    def give_up(self, response_id: str) -> None:
+        self.given_up.append(response_id)
+
+
+async def take_over(monkeypatch: pytest.MonkeyPatch, gateway: Gateway, errors: list[Exception]) -> bool:
+    """Take a response over with a store that raises these errors first."""
+
+    async def attempt(*_: object) -> bool:
+        if errors:
+            raise errors.pop(0)
+        return True
+
+    async def start_successor(*_: Any) -> str:
+        raise NotImplementedError
+
+    monkeypatch.setattr(takeover, "_take_over", attempt)
+    monkeypatch.setattr(takeover, "RETRY_S", 0.001)
+    return await takeover.take_over(gateway, start_successor, REQUEST, RECORD.encode(), 3)  # type: ignore[arg-type]
+
+
+async def test_takeover_while_the_store_does_not_answer_succeeds_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = Gateway()
+    errors: list[Exception] = [StoreUnavailableError("planted"), StoreUnavailableError("planted")]
+    assert await take_over(monkeypatch, gateway, errors)
+    assert not errors and not gateway.given_up
+
+
+@pytest.mark.parametrize("error", [NotFoundError("planted"), RuntimeError("planted")])
+async def test_takeover_that_fails_gives_the_response_up(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    gateway = Gateway()
+    assert not await take_over(monkeypatch, gateway, [error])
+    assert gateway.given_up == ["resp"]
+    await gateway.responses.wait_restored("resp")  # readers do not wait
