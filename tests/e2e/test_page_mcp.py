@@ -37,6 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tools: ToolServer) -> Iterat
     config = ServerConfig(db=str(tmp_path_factory.mktemp("db") / "chat.db"), mcp_servers=(configured,))
     with scripted_server(config, tokenizer_of("hermes")) as running:
         running.wait_ready()
+        assert isinstance(running, ScriptedServer)
         yield running
 
 

@@ -39,34 +39,27 @@ class ToolServer:
 
         server = MCPServer("tools", log_level="ERROR")
 
-        @server.tool(description="Add two numbers.")
         def add(a: int, b: int) -> int:
             self.calls.append(("add", {"a": a, "b": b}))
             return a + b
 
-        @server.tool()
         def note(text: str) -> str:
             self.calls.append(("note", {"text": text}))
             return f"noted: {text}"
 
-        @server.tool(name="files.list")
         def files_list() -> str:
             return "a.txt"
 
-        @server.tool(structured_output=False)  # types are evaluated in this module, which does not import the SDK
         def picture() -> Any:
             image = ImageContent(type="image", data="aGk=", mime_type="image/png")
             return [TextContent(type="text", text="Here it is:"), image]
 
-        @server.tool()
         def fail() -> str:
             raise ValueError("the disk is full")
 
-        @server.tool()
         def long(size: int) -> str:
             return "é" * size
 
-        @server.tool()
         async def wait() -> str:
             self.num_waiting += 1
             try:
@@ -79,6 +72,12 @@ class ToolServer:
                 self.num_waiting -= 1
             return "released"
 
+        server.add_tool(add, description="Add two numbers.")
+        server.add_tool(note)
+        server.add_tool(files_list, name="files.list")
+        server.add_tool(picture, structured_output=False)
+        for tool in (fail, long, wait):
+            server.add_tool(tool)
         inner = server.streamable_http_app()
 
         async def record(scope: Scope, receive: Receive, send: Send) -> None:

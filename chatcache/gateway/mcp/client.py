@@ -12,6 +12,7 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import cast
 
 import anyio
 import httpx2
@@ -56,15 +57,15 @@ async def list_tools(server: McpServer) -> Sequence[types.Tool]:
 
 async def call_tool(server: McpServer, tool: str, arguments: dict[str, object]) -> tuple[str, bool]:
     """Call a tool; return the text of its result, and whether the result is an error. Raises: McpServerError."""
-    result: types.CallToolResult | None = None
+    found: list[tuple[str, bool]] = []
     try:
         async with _connect(server) as client:
             result = await client.call_tool(tool, arguments)
+            found.append((_text_of(result), result.is_error))
     except McpServerError:
-        if result is None:  # otherwise only the end of the connection failed
+        if not found:  # otherwise only the end of the connection failed
             raise
-    assert result is not None
-    return _text_of(result), result.is_error
+    return found[0]
 
 
 @asynccontextmanager
@@ -122,8 +123,7 @@ class _BoundedTransport(httpx2.AsyncBaseTransport):
             raise httpx2.ReadError(self.failure, request=request)
         if response.status_code in (401, 403):
             self.failure = f"it refused the request with status {response.status_code}"
-        assert isinstance(response.stream, httpx2.AsyncByteStream)
-        response.stream = _BoundedStream(response.stream, self)
+        response.stream = _BoundedStream(cast(httpx2.AsyncByteStream, response.stream), self)
         return response
 
     async def aclose(self) -> None:
@@ -160,12 +160,12 @@ def _text_of(result: types.CallToolResult) -> str:
 
 def _block_text(block: types.ContentBlock) -> str:
     if isinstance(block, types.TextContent):
-        return block.text
+        return str(block.text)
     if isinstance(block, types.ImageContent | types.AudioContent):
         return f"[{block.type}, {block.mime_type}: not shown]"
     if isinstance(block, types.ResourceLink):
         return f"[resource {block.uri}]"
     resource = block.resource
     if isinstance(resource, types.TextResourceContents):
-        return resource.text
+        return str(resource.text)
     return f"[resource {resource.uri}, {resource.mime_type or 'binary'}: not shown]"
