@@ -367,7 +367,7 @@ def test_close_ends_a_reading_that_hangs(monkeypatch: pytest.MonkeyPatch) -> Non
             found = McpServers((McpServer(name="mute", url=url, timeout_s=600),))
             await found.list()
             before = len(asyncio.all_tasks())
-            await found.close()
+            await asyncio.wait_for(found.close(), 20)
             with pytest.raises(ChatcacheError, match="shutting down"):
                 await found.list()
             return before, len(asyncio.all_tasks())
