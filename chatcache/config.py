@@ -1,7 +1,7 @@
-"""Configuration of engine and gateway as frozen data, and the reader of chatcache.toml.
+"""Configuration of engine and gateway as frozen data, and the readers of chatcache.toml and of the MCP servers' file.
 
 Precedence is flag > environment > file > default. typer handles flags and environment variables, and the file becomes
-click's `default_map`; no other module reads the environment or the file.
+click's `default_map`; no other module reads the environment or the files.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Meta
 
 from chatcache.errors import InvalidRequestError
 
@@ -64,6 +66,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
+MAX_MCP_SERVERS = 32
+_ServerName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")]  # a namespace of functions
+_ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
+_HeaderName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9-]{1,64}\Z")]
+_HeaderValue = Annotated[str, Meta(pattern=r"^[!-~]([ -~]*[!-~])?\Z", max_length=8192)]
+
+
+class McpServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An MCP server (streamable HTTP) whose tools the chat page offers to the model.
+
+    `headers`: sent with every request, for example `Authorization`; secret. `tools`: the offered tools, None for all.
+    `allow`: tools that run without the user's confirmation. `timeout_s`: of a call or of reading the list of tools.
+    """
+
+    name: _ServerName
+    url: Annotated[str, Meta(max_length=2048)]
+    headers: dict[_HeaderName, _HeaderValue] = {}
+    tools: tuple[_ToolName, ...] | None = None
+    allow: tuple[_ToolName, ...] = ()
+    timeout_s: Annotated[float, Meta(gt=0, le=600)] = 30.0
+
+    def __repr__(self) -> str:
+        return f"McpServer({self.name!r})"  # neither headers nor URL, which may be secret
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the gateway.
 
@@ -71,7 +98,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     SQLite file of the conversations, unless `redis` is the URL of the Redis server that stores them.
     `shared_system_prompts`: system prompts whose pages all tenants share. `tool_call_parser`: auto (by the model's chat
     template) | hermes | qwen3_coder | llama3_json | pythonic | mistral | none. `reasoning_parser`: auto | qwen3 |
-    deepseek_r1 | none. `routing`: how a gateway chooses among several workers, cost | hash.
+    deepseek_r1 | none. `mcp_servers`: whose tools the chat page offers. `routing`: how a gateway chooses among several
+    workers, cost | hash.
 
     `max_import_bytes`: the largest file of conversations that can be imported. `body_timeout_s`: how long a request
     body may pause, and its initial allowance over a rate of 1 KiB/s. `disconnect_grace_period_s`: how long a stored
@@ -93,6 +121,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared_system_prompts: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    mcp_servers: tuple[McpServer, ...] = ()
     routing: str = "cost"
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
@@ -139,18 +168,70 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         return {}
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise InvalidRequestError(f"{path}: larger than {format_size(MAX_FILE_BYTES)}")
-    try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"{path}: {error}") from None
+    settings = _read_toml(path)
     for name, value in settings.items():
         if isinstance(value, dict):
             raise InvalidRequestError(
                 f"{path}: [{name}] is a table; put settings at the top level, named like the flags"
             )
     return settings
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises: InvalidRequestError, naming the file."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InvalidRequestError(f"{path}: larger than {format_size(MAX_FILE_BYTES)}")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"{path}: {error}") from None
+    except OSError as error:
+        raise InvalidRequestError(f"{path}: {error.strerror}") from None
+
+
+def read_mcp_servers(path: Path) -> tuple[McpServer, ...]:
+    """Read the file of the MCP servers: TOML with one table `[[server]]` each.
+
+    Raises: InvalidRequestError that names the file, the server and the field, and never a header's value.
+    """
+    document = _read_toml(path)
+    tables = document.pop("server", None)
+    if document:
+        raise InvalidRequestError(f"{path}: unknown setting {next(iter(document))!r}; servers are tables [[server]]")
+    if not isinstance(tables, list) or not 1 <= len(tables) <= MAX_MCP_SERVERS:
+        raise InvalidRequestError(f"{path}: has no tables [[server]], or more than {MAX_MCP_SERVERS}")
+    servers: dict[str, McpServer] = {}
+    for number, table in enumerate(tables, start=1):
+        where = f"{path}: server {number}"
+        try:
+            server = msgspec.convert(table, McpServer)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"{where}: {error}") from None
+        if server.name in servers:
+            raise InvalidRequestError(f"{where}: name: {server.name!r} is taken by an earlier server")
+        if problem := _url_problem(server.url):
+            raise InvalidRequestError(f"{where}: url: {problem}")
+        for tool in server.allow:
+            if server.tools is not None and tool not in server.tools:
+                raise InvalidRequestError(f"{where}: allow: {tool!r} is not one of its tools")
+        servers[server.name] = server
+    return tuple(servers.values())
+
+
+def _url_problem(url: str) -> str:
+    """Return why a URL is none of a server; "" if it is one. The URL is not repeated, since it may have a secret."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        return "must be http://host/path or https://host/path"
+    if parts.username is not None or parts.password is not None:
+        return "must not have a user or password; put them into headers"
+    if parts.fragment or not url.isascii() or not url.isprintable() or " " in url:
+        return "must not have a fragment, spaces or characters outside ASCII"
+    return ""
 
 
 def settings_by_command(

@@ -439,6 +439,15 @@ ReasoningParser = Annotated[
     Literal["auto", "qwen3", "deepseek_r1", "none"],
     _flag("reasoning-parser", "Syntax of the model's reasoning; deepseek_r1: every reply begins with it."),
 ]
+McpConfig = Annotated[
+    Path | None,
+    _flag(
+        "mcp-config",
+        "TOML file with the MCP servers whose tools the chat page offers (needs chatcache[mcp]).",
+        metavar="FILE",
+        show_default=False,
+    ),
+]
 LogFormat = Annotated[
     Literal["text", "json"], _flag("log-format", "Format of log lines: text, or one JSON object per line.")
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import os
 import sys
@@ -14,7 +15,15 @@ import msgspec
 import typer
 
 from chatcache.cli import options
-from chatcache.config import EngineConfig, ServerConfig, format_size, suggest_corrections
+from chatcache.config import (
+    EngineConfig,
+    McpServer,
+    ServerConfig,
+    format_size,
+    read_mcp_servers,
+    suggest_corrections,
+)
+from chatcache.errors import InvalidRequestError
 from chatcache.factory import check_model_folder, served_name
 
 ENGINE = EngineConfig()
@@ -61,6 +70,7 @@ def serve(
     shared_system_prompt: options.SharedSystemPrompt = [],  # noqa: B006
     tool_call_parser: options.ToolCallParser = "auto",
     reasoning_parser: options.ReasoningParser = "auto",
+    mcp_config: options.McpConfig = None,
     log_level: options.LogLevel = "info",
     log_format: options.LogFormat = "text",
 ) -> None:
@@ -96,6 +106,7 @@ def gateway(
     shared_system_prompt: options.SharedSystemPrompt = [],  # noqa: B006
     tool_call_parser: options.ToolCallParser = "auto",
     reasoning_parser: options.ReasoningParser = "auto",
+    mcp_config: options.McpConfig = None,
     log_level: options.LogLevel = "info",
     log_format: options.LogFormat = "text",
 ) -> None:
@@ -196,6 +207,17 @@ def _shared_system_prompt(file: Path) -> str:
     raise typer.BadParameter(f"{file} {reason}", param_hint="--shared-system-prompt")
 
 
+def _mcp_servers(file: Path | None) -> tuple[McpServer, ...]:
+    if file is None:
+        return ()
+    if importlib.util.find_spec("mcp") is None:
+        raise typer.BadParameter("needs pip install 'chatcache[mcp]'.", param_hint="--mcp-config")
+    try:
+        return read_mcp_servers(file)
+    except InvalidRequestError as error:
+        raise typer.BadParameter(error.message, param_hint="--mcp-config") from None
+
+
 # Flags whose field has another name.
 _FIELDS = {
     "kv_memory": "kv_memory_bytes",
@@ -209,6 +231,7 @@ _FIELDS = {
     "allowed_host": "allowed_hosts",
     "cors_origin": "cors_origins",
     "shared_system_prompt": "shared_system_prompts",
+    "mcp_config": "mcp_servers",
 }
 # Conversions of flags' values to those of their fields.
 _CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
@@ -219,4 +242,5 @@ _CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "cors_origin": tuple,
     "root_path": _root_path,
     "shared_system_prompt": _shared_system_prompts,
+    "mcp_config": _mcp_servers,
 }

@@ -7,5 +7,5 @@ application starts at once and responds with 503 `model_loading` until the token
 `routes.ROUTES` lists all routes with their permissions and types; `docs/` describes them for clients.
 
 Reading order: app, routes, routing, context, middleware, errors, auth, limits, schemas, api, responses, websocket,
-openapi, health, metrics, static, json_codec, uvicorn_limits.
+mcp, openapi, health, metrics, static, json_codec, uvicorn_limits.
 """

@@ -26,6 +26,7 @@ from chatcache.gateway.errors import on_chatcache_error, on_http_exception
 from chatcache.gateway.heap import HeapTrimmer
 from chatcache.gateway.limits.admission import AdmissionController
 from chatcache.gateway.limits.rate_limits import RATE_HEADERS, RateLimiter
+from chatcache.gateway.mcp.servers import McpServers
 from chatcache.gateway.metrics import Metrics, instrument_store
 from chatcache.gateway.middleware import (
     BodyLimitMiddleware,
@@ -75,6 +76,7 @@ def create_app(
         limiter=limiter,
         admission=AdmissionController(engine, limiter),
         key_cache=key_cache,
+        mcp_servers=McpServers(config.mcp_servers),
         seed=seed,
     )
 
@@ -99,6 +101,7 @@ def create_app(
             yield
         finally:
             await key_cache.close()
+            await gateway.mcp_servers.close()
             await gateway.finish_runs()
             tasks = (loading, cleanup, checkpoints, trimming, *listening)
             for task in tasks:

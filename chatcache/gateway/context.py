@@ -26,6 +26,7 @@ from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.errors import ModelLoadingError
 from chatcache.gateway.limits.admission import AdmissionController, LoopTurns, SocketLimiter, TextThrottle
 from chatcache.gateway.limits.rate_limits import RateLimiter
+from chatcache.gateway.mcp.servers import McpServers
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.peers import GatewayPeers, GatewayUnreachableError
 from chatcache.gateway.responses.event_log import LogReader
@@ -152,6 +153,7 @@ class Gateway:
     limiter: RateLimiter
     admission: AdmissionController
     key_cache: ApiKeyCache
+    mcp_servers: McpServers
     store: ConversationStore | None = None
     peers: GatewayPeers | None = None
     recorder: RecordingEngine | None = None

@@ -97,6 +97,14 @@ class ModelLoadingError(OverloadedError):
     code = "model_loading"
 
 
+class McpServerError(ChatcacheError):
+    """An MCP server does not answer, or answers with an error or with something else than MCP."""
+
+    status = 502
+    type = "server_error"
+    code = "mcp_server_error"
+
+
 INTERNAL_ERROR = ChatcacheError("something went wrong on the server; the log has the details under this request id")
 
 

@@ -32,6 +32,7 @@ from chatcache.gateway.api.completions import completions
 from chatcache.gateway.api.embeddings import embeddings, rerank, score
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.json_codec import encode
+from chatcache.gateway.mcp import http as mcp
 from chatcache.gateway.openapi import document
 from chatcache.gateway.responses import http
 from chatcache.gateway.routing import Body, Entry, Operation, PageFiles, Socket
@@ -53,6 +54,8 @@ from chatcache.gateway.schemas.server import (
     CacheExplanation,
     CacheMap,
     CacheWarmth,
+    McpCall,
+    McpServerList,
     Model,
     Models,
     NotReady,
@@ -265,6 +268,12 @@ ROUTES: tuple[Entry, ...] = (
     Operation("DELETE", "/v1/prompts/{name}", prompts.delete_prompt, "key",
         "Delete a saved prompt for all users of the tenant",
         response=responses.Deleted, errors=_STORED),
+    Operation("GET", "/v1/mcp/servers", mcp.list_servers, "key",
+        "The MCP servers of the operator and their tools",
+        response=McpServerList, errors=_NOT_LOADED),
+    Operation("POST", "/v1/mcp/calls", mcp.call_tool, "key",
+        "Call a tool of an MCP server; most tools need the user's confirmation",
+        body=Body("McpCallRequest", (requests.McpCallFields,)), response=McpCall, errors=(403, 502, *_LIMITED)),
     Operation("GET", "/v1/models", models.list_models, "key",
         "The served model",
         response=Models),

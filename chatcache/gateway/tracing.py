@@ -2,8 +2,8 @@
 
 One span per reply, and one per refused request of a route that generates, with the names and attributes of the
 semantic conventions for generative AI. Prompts, outputs and tools are never recorded. The packages are an optional
-extra (`chatcache[otel]`), imported only if an endpoint is set. The exporter is the only part of a server that connects
-to another host while serving.
+extra (`chatcache[otel]`), imported only if an endpoint is set. Besides the clients of Redis and of MCP servers, the
+exporter is the only part of a server that connects to another host while serving.
 
 Source: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """

@@ -161,6 +161,8 @@ CALLS: Mapping[RouteKey, Sequence[Call]] = {
     ("GET", "/v1/prompts/{name}"): [Call("tenant", "/v1/prompts/greet")],
     ("POST", "/v1/prompts/{name}"): [Call("tenant", "/v1/prompts/greet", {"text": "Hello"})],
     ("DELETE", "/v1/prompts/{name}"): [Call("tenant", "/v1/prompts/greet")],
+    ("GET", "/v1/mcp/servers"): [Call("key", "/v1/mcp/servers")],
+    ("POST", "/v1/mcp/calls"): [Call("tenant", "/v1/mcp/calls", {"server": "none", "tool": "none"})],  # 404 for all
     ("POST", "/v1/conversations/{id}/title"): [owner(f"{_CONV}/title")],
     ("GET", "/v1/conversations/{id}/items"): [owner(f"{_CONV}/items"), owner(f"{_CONV}/items?branches=all")],
     ("POST", "/v1/conversations/{id}/items"): [owner(f"{_CONV}/items", {"items": [{"role": "user", "content": "x"}]})],

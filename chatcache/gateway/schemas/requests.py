@@ -431,6 +431,18 @@ class WarmthFields(msgspec.Struct, frozen=True):
     conversations: Annotated[list[Id], Meta(max_length=MAX_WARMTH)]
 
 
+class McpCallFields(msgspec.Struct, frozen=True):
+    """A call of an MCP server's tool.
+
+    `arguments`: JSON text as in the model's call. `confirmed`: the user has agreed to this call.
+    """
+
+    server: str
+    tool: str
+    arguments: str = "{}"
+    confirmed: bool = False
+
+
 class ConversationFields(msgspec.Struct, frozen=True):
     """A new conversation."""
 

@@ -1,8 +1,8 @@
-"""Response bodies of errors and about the server: model, tokenizer, session, health and KV cache."""
+"""Response bodies of errors and about the server: model, tokenizer, session, health, KV cache and MCP servers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -286,6 +286,44 @@ class CacheAccounts(msgspec.Struct):
     requests: list[Charge]
     conversations: list[Charge]
     pool: Pool | UnsetType = UNSET
+
+
+class McpTool(msgspec.Struct):
+    """A tool of an MCP server, as a function for the model.
+
+    `parameters`: the JSON schema of its arguments. `needs_confirmation`: a call must have `confirmed`.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    needs_confirmation: bool
+
+
+class McpServer(msgspec.Struct):
+    """An MCP server. `error`: why its tools could not be read; `tools` are then those of an earlier reading."""
+
+    name: str
+    state: Literal["ready", "connecting", "unavailable"]
+    error: str | None
+    tools: list[McpTool]
+
+
+class McpServerList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[McpServer]
+
+
+class McpCall(msgspec.Struct):
+    """The result of a tool.
+
+    `output`: its text; structured content is JSON. `is_error`: the tool failed, and `output` says why.
+    """
+
+    object: Literal["mcp.call"]
+    output: str
+    is_error: bool
+    seconds: float
 
 
 class AdminKey(msgspec.Struct):

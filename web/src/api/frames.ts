@@ -185,9 +185,27 @@ export type ServerFrame = StreamFields &
     | { readonly type: "error"; readonly error: WireError; readonly status?: number }
   );
 
+type InputItem =
+  | { readonly role: "user" | "assistant"; readonly content: string }
+  | { readonly type: "function_call_output"; readonly call_id: string; readonly output: string };
+
+/** Functions that the model may call, in namespaces. */
+export interface ToolFields {
+  readonly tools?: readonly {
+    readonly type: "namespace";
+    readonly name: string;
+    readonly tools: readonly {
+      readonly type: "function";
+      readonly name: string;
+      readonly description: string;
+      readonly parameters: JsonObject;
+    }[];
+  }[];
+}
+
 /** Position in the message tree from which a request continues, and the input that it adds. */
 export interface Continuation {
-  readonly input: readonly { readonly role: "user" | "assistant"; readonly content: string }[];
+  readonly input: readonly InputItem[];
   readonly continue_final_message?: true; // the answer begins with the last message of the input
   readonly conversation?: string;
   readonly previous_item_id?: string;
@@ -195,7 +213,7 @@ export interface Continuation {
   readonly fork_with?: number; // id of the token that follows them
 }
 
-export interface CreateFrame extends Continuation {
+export interface CreateFrame extends Continuation, ToolFields {
   readonly type: "response.create";
   readonly stream_id: string;
   readonly instructions?: string;
@@ -234,7 +252,7 @@ export type ClientFrame =
   | CreateFrame
   | { readonly type: "response.cancel"; readonly response_id: string; readonly reason?: "steered" }
   | { readonly type: "response.drop"; readonly response_id: string; readonly candidate: number }
-  | (Continuation & { readonly type: "prompt.prewarm"; readonly instructions?: string })
+  | (Continuation & ToolFields & { readonly type: "prompt.prewarm"; readonly instructions?: string })
   | { readonly type: "conversation.subscribe" }
   | {
       readonly type: "response.resume";

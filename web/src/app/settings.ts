@@ -23,6 +23,7 @@ export interface Sampling extends RareSampling {
   readonly seed: number | null;
   readonly schema: string; // JSON schema that answers match; "": none
   readonly replyStart: string; // every answer begins with this text
+  readonly toolServers: readonly string[]; // MCP servers whose tools the model may call
 }
 
 export const MAX_N = 8;
@@ -31,6 +32,7 @@ export const MAX_STOP_CHARS = 160;
 export const MAX_SCHEMA_CHARS = 1000;
 export const MAX_STOPS = 16; // of the server
 export const MAX_TOP_K = 1000;
+const MAX_TOOL_SERVERS = 32; // of the operator
 export const DEFAULT_SAMPLING: Sampling = {
   search: "sample",
   n: 1,
@@ -46,6 +48,7 @@ export const DEFAULT_SAMPLING: Sampling = {
   seed: null,
   schema: "",
   replyStart: "",
+  toolServers: [],
   ...DEFAULT_RARE,
 };
 
@@ -155,6 +158,9 @@ export function parseSampling(value: unknown): Sampling {
     seed: typeof given.seed === "number" && Number.isSafeInteger(given.seed) ? Math.max(0, given.seed) : null,
     schema: typeof given.schema === "string" ? given.schema.slice(0, MAX_SCHEMA_CHARS) : "",
     replyStart: typeof given.replyStart === "string" ? given.replyStart.slice(0, MAX_REPLY_START) : "",
+    toolServers: (Array.isArray(given.toolServers) ? given.toolServers : [])
+      .filter((name): name is string => typeof name === "string" && /^[\w-]{1,64}$/.test(name))
+      .slice(0, MAX_TOOL_SERVERS),
     ...parseRare(value),
   };
 }

@@ -2,7 +2,7 @@
 // the same file is found in the cache whatever is asked about it. Stored messages are taken apart again for display.
 
 import { batch, computed, type ReadonlySignal, type Signal } from "@preact/signals";
-import type { Continuation } from "../api/frames";
+import type { Continuation, ToolFields } from "../api/frames";
 import { explainPrompt, readAttachment } from "../api/rest";
 import { formatBytes, plural } from "../app/format";
 import { announce, toast } from "../app/notifications";
@@ -69,8 +69,8 @@ interface Holder {
   readonly attachments: Signal<readonly Attachment[]>;
 }
 
-/** Where a message would be sent, and the system prompt before it. */
-export type Target = Omit<Continuation, "input"> & { readonly instructions?: string };
+/** Where a message would be sent, and the system prompt and tools before it. */
+export type Target = Omit<Continuation, "input"> & ToolFields & { readonly instructions?: string };
 
 export class Attachments {
   readonly list = computed<readonly Attachment[]>(() => this.thread.value.attachments.value);

@@ -22,6 +22,7 @@ import { type AnswerOptions, continuationAfter, createFrame } from "./request";
 import { describeEnding, type ResponseStream, ResponseStreams } from "./responseStreams";
 import { type QueuedMessage, Thread } from "./thread";
 import { TokenForks } from "./tokenFork";
+import { ToolServers } from "./toolServers";
 import type { Message } from "./tree";
 import { type ForkStart, Turn } from "./turn";
 
@@ -49,10 +50,11 @@ export class Chat {
   readonly maxTokens = computed(() => this.session.value?.max_model_len ?? this.readiness.contextTokens.value);
   readonly prefill: PrefillAhead;
   readonly forks = new TokenForks(this);
+  readonly toolServers = new ToolServers();
   readonly autoTitler = new AutoTitler(this.conversations);
   private readonly threads = new Map<string, Thread>();
   private readonly startedHere = new Set<string>(); // started on this page, before their first update from the server
-  private readonly loader = new ConversationLoader(this.conversations);
+  readonly loader = new ConversationLoader(this.conversations);
   readonly edits = new MessageEdits(this.thread, this.conversations, this.loader);
   private readonly settingsSync = new SettingsSync(this.conversations);
   readonly auth: Auth;
@@ -67,8 +69,12 @@ export class Chat {
       ended: (stream) => this.onEnded(stream),
     });
     const next = () => continuationAfter(this.thread.value, this.thread.value.tree.value.leaf.value?.key ?? null);
-    const target = () => (this.ready.value && !this.live.value ? next() : null);
-    const afterPrompt = () => ({ ...next(), ...(systemPrompt.peek() ? { instructions: systemPrompt.peek() } : {}) });
+    const afterTools = () => ({ ...next(), ...this.toolServers.fieldsOf(sampling.value.toolServers) });
+    const target = () => (this.ready.value && !this.live.value ? afterTools() : null);
+    const afterPrompt = () => ({
+      ...afterTools(),
+      ...(systemPrompt.peek() ? { instructions: systemPrompt.peek() } : {}),
+    });
     this.attachments = new Attachments(this.thread, afterPrompt, () => this.maxTokens.peek());
     this.prefill = new PrefillAhead(target, (frame) => this.socket.send(frame), this.attachments.ready);
     new Drafts(this.thread, this.prefill.text);
@@ -157,6 +163,7 @@ export class Chat {
     const leaf = tree.leaf.value;
     const turn = leaf ? thread.turnOf(leaf) : undefined;
     if (turn) turn.showsCandidates.value = false; // continuing counts as picking the shown candidate
+    for (const run of leaf?.callRuns.value.values() ?? []) if (run.phase === "running") run.stop();
     thread.compared.value = null;
     const user = tree.add({ key: this.newKey("user"), parent: leaf?.key ?? null, role: "user", text });
     this.attachments.markSent(user, files);
@@ -166,8 +173,10 @@ export class Chat {
 
   /** Generate another answer to the same message; the old one stays as a sibling. */
   regenerate(answer: Message): void {
-    const user = this.thread.value.questionOf(answer);
-    if (user) this.answer(user);
+    const above = this.thread.value.tree.value.get(answer.parent ?? "");
+    const outputs = answer.callOutputs.value;
+    if (above?.role === "user") this.answer(above);
+    else if (above && outputs.length > 0) this.answer(above, ONE_ANSWER, { outputs });
   }
 
   /** Generate an answer that begins with a text, as a sibling of the others. */
@@ -175,9 +184,9 @@ export class Chat {
     this.answer(user, ONE_ANSWER, { text });
   }
 
-  /** Generate an answer to a user message, as a sibling of the others. */
-  answer(user: Message, only: Partial<Sampling> = {}, options: AnswerOptions = {}): void {
-    if (!this.thread.value.live.value) this.generate(this.thread.value, user, only, options);
+  /** Generate an answer to a message, as a sibling of the others. */
+  answer(above: Message, only: Partial<Sampling> = {}, options: AnswerOptions = {}): void {
+    if (!this.thread.value.live.value) this.generate(this.thread.value, above, only, options);
   }
 
   /** Generate one more answer to the same message with other settings, and show both side by side. */
@@ -271,29 +280,31 @@ export class Chat {
 
   // -- requests and events
 
-  private generate(thread: Thread, user: Message, only: Partial<Sampling> = {}, options: AnswerOptions = {}): void {
+  /** Generate answers to a message; with `options.outputs`, to an answer that called functions. */
+  generate(thread: Thread, above: Message, only: Partial<Sampling> = {}, options: AnswerOptions = {}): void {
     const tree = thread.tree.value;
     const key = this.newKey("turn");
     const settings = { ...sampling.value, ...only };
     const candidates = Array.from({ length: settings.n }, (_, index) =>
       tree.add(
-        { key: `${key}-${index}`, parent: user.key, role: "assistant", turn: key, status: "waiting" },
+        { key: `${key}-${index}`, parent: above.key, role: "assistant", turn: key, status: "waiting" },
         index === 0,
       ),
     );
     const turn = new Turn(key, candidates, settings.search === "beam", options.start);
-    const frame = createFrame(thread, user, key, settings, { instructions: systemPrompt.value, ...options });
-    const limit = this.session.value?.limits.max_frame_bytes ?? Infinity;
-    if (new TextEncoder().encode(JSON.stringify(frame)).length > limit) {
-      this.streams.reject(turn, `This message is too long to send (the limit is ${Math.floor(limit / 1024)} KiB).`);
-      return;
-    }
-    const deleting = this.edits.flush();
-    const send = () => this.streams.start(thread, turn, user, frame);
-    if (deleting === null) send();
+    const { outputs = [], instructions = systemPrompt.value } = options;
+    for (const candidate of candidates) candidate.callOutputs.value = outputs;
+    turn.sent = { settings, instructions };
+    const send = () => {
+      const tools = this.toolServers.fieldsOf(settings.toolServers);
+      const frame = createFrame(thread, above, key, settings, { ...options, instructions }, tools);
+      this.streams.start(thread, turn, above, frame, this.session.value?.limits.max_frame_bytes);
+    };
+    const waits = [this.edits.flush(), this.toolServers.prepare(settings.toolServers)].filter((wait) => wait !== null);
+    if (waits.length === 0) send();
     else {
       thread.addTurn(turn);
-      void deleting.then(send);
+      void Promise.all(waits).then(send);
     }
   }
 
@@ -332,7 +343,9 @@ export class Chat {
     const isShown = thread === this.thread.value;
     if (turn.isSteered) turn.markSteered();
     void this.afterTurn(thread, turn);
-    if (!turn.failed && (turn.isSteered || !turn.stopRequested)) this.sendQueued(thread);
+    const calling = turn.callingAnswer;
+    if (calling) void import("./toolLoop").then(({ startCalls }) => startCalls(this, thread, calling));
+    else if (!turn.failed && (turn.isSteered || !turn.stopRequested)) this.sendQueued(thread);
     if (turn.failed) void this.readiness.pollUntilReady(); // the model may have failed
     if (id === null) {
       announce(describeEnding(turn));

@@ -2,7 +2,7 @@
 // so that each response belongs to the draft that was sent; nothing is stored.
 
 import { computed, effect, type ReadonlySignal, signal } from "@preact/signals";
-import type { ClientFrame, Continuation, ServerFrame } from "../api/frames";
+import type { ClientFrame, Continuation, ServerFrame, ToolFields } from "../api/frames";
 import { prefillWhileTyping, systemPrompt } from "../app/settings";
 import { joinMessage } from "./attachments";
 
@@ -14,7 +14,7 @@ type Prewarmed = Extract<ServerFrame, { type: "prompt.prewarmed" }>;
 
 interface Draft {
   readonly text: string;
-  readonly target: string; // continuation point and instructions of the draft, as JSON
+  readonly target: string; // continuation point, tools and instructions of the draft, as JSON
 }
 
 interface PrefillProgress {
@@ -40,7 +40,7 @@ export class PrefillAhead {
 
   /** `target` returns where the draft would be sent, or null while nothing can be sent. */
   constructor(
-    private readonly target: () => Omit<Continuation, "input"> | null,
+    private readonly target: () => (Omit<Continuation, "input"> & ToolFields) | null,
     private readonly send: (frame: ClientFrame) => boolean,
     files: ReadonlySignal<readonly { readonly block: string }[]> = signal([]),
   ) {

@@ -1,5 +1,5 @@
 // Fields of a request: where in the message tree it continues, and its sampling parameters.
-import type { Continuation, CreateFrame } from "../api/frames";
+import type { Continuation, CreateFrame, ToolFields } from "../api/frames";
 import {
   biasFields,
   checkAllowedTokens,
@@ -10,7 +10,7 @@ import {
 } from "../app/rareSampling";
 import { DEFAULT_SAMPLING, MAX_STOPS, parseSchema, type Sampling, stopTexts } from "../app/settings";
 import type { Thread } from "./thread";
-import type { Message } from "./tree";
+import type { CallOutput, Message } from "./tree";
 import type { ForkStart } from "./turn";
 
 /** How an answer begins, and what its request has instead of the conversation's settings. */
@@ -19,15 +19,17 @@ export interface AnswerOptions {
   readonly text?: string; // with a text
   readonly instructions?: string;
   readonly reasoning?: CreateFrame["reasoning"] | undefined;
+  readonly outputs?: readonly CallOutput[]; // of the calls of the answer that it continues
 }
 
-/** Request for an answer to the message `user`. */
+/** Request for an answer to the message `above`: the user's, or with `outputs` an answer that called functions. */
 export function createFrame(
   thread: Thread,
-  user: Message,
+  above: Message,
   stream: string,
   settings: Sampling,
-  { start = null, text = "", instructions = "", reasoning }: AnswerOptions,
+  { start = null, text = "", instructions = "", reasoning, outputs }: AnswerOptions,
+  tools: ToolFields = {},
 ): CreateFrame {
   const begin = text || settings.replyStart;
   return {
@@ -35,11 +37,14 @@ export function createFrame(
     stream_id: stream,
     ...(start
       ? continuationAtToken(start)
-      : begin
-        ? continuationFromText(thread, user, begin)
-        : continuationOf(thread, user)),
-    // a forked answer keeps its own instructions
+      : outputs
+        ? continuationWithOutputs(above, outputs)
+        : begin
+          ? continuationFromText(thread, above, begin)
+          : continuationOf(thread, above)),
+    // a forked answer keeps its own instructions and tools
     ...(instructions && !start ? { instructions } : {}),
+    ...(start ? {} : tools),
     explain: true,
     ...(reasoning ? { reasoning } : {}),
     ...requestFields(settings),
@@ -50,6 +55,16 @@ export function continuationOf(thread: Thread, user: Message): Continuation {
   const stored = user.id.value;
   if (stored !== null) return { input: [], previous_item_id: stored };
   return { input: [{ role: "user", content: user.text.value }], ...continuationAfter(thread, user.parent) };
+}
+
+/** Continue after an answer with the outputs of its calls. */
+function continuationWithOutputs(answer: Message, outputs: readonly CallOutput[]): Continuation {
+  const input = outputs.map(({ callId, text }) => ({
+    type: "function_call_output" as const,
+    call_id: callId,
+    output: text,
+  }));
+  return { input, previous_item_id: answer.id.value! };
 }
 
 /** Let the answer to `user` begin with a text. */

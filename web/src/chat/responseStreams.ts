@@ -11,7 +11,7 @@ import { DeltaBatcher, Turn } from "./turn";
 export interface ResponseStream {
   readonly thread: Thread;
   readonly turn: Turn;
-  readonly user: Message | null; // the message that the turn answers, if it was sent here
+  readonly above: Message | null; // the message that the turn answers, if it was sent here
   resuming: boolean; // resume was requested and not answered yet
 }
 
@@ -40,10 +40,15 @@ export class ResponseStreams {
     private readonly events: StreamEvents,
   ) {}
 
-  /** Send a request and register its stream. */
-  start(thread: Thread, turn: Turn, user: Message, frame: CreateFrame): void {
+  /** Send a request and register its stream; one of more than `maxBytes` fails. */
+  start(thread: Thread, turn: Turn, above: Message, frame: CreateFrame, maxBytes = Infinity): void {
     thread.addTurn(turn);
-    this.streams.set(turn.key, { thread, turn, user, resuming: false });
+    if (new TextEncoder().encode(JSON.stringify(frame)).length > maxBytes) {
+      turn.fail(`This message is too long to send (the limit is ${Math.floor(maxBytes / 1024)} KiB).`, this.batcher);
+      thread.live.value = this.otherTurn(thread);
+      return;
+    }
+    this.streams.set(turn.key, { thread, turn, above, resuming: false });
     const count = turn.candidates.length;
     if (this.socket.send(frame)) announce(count > 1 ? `Generating ${count} answers.` : "Generating.");
     else this.finish(turn.key, "There is no connection to the server.");
@@ -66,11 +71,6 @@ export class ResponseStreams {
   isAwaiting(thread: Thread): boolean {
     for (const other of this.pendingFollows.values()) if (other.thread === thread) return true;
     return false;
-  }
-
-  /** End a turn that was not sent. */
-  reject(turn: Turn, reason: string): void {
-    turn.fail(reason, this.batcher);
   }
 
   stop(turn: Turn): void {
@@ -105,7 +105,7 @@ export class ResponseStreams {
     }
     stream.turn.apply(frame, this.batcher);
     if (frame.type === "response.created") {
-      if (stream.user) stream.user.id.value ??= frame.response.input_item_ids?.at(-1) ?? null;
+      if (stream.above) stream.above.id.value ??= frame.response.input_item_ids?.at(-1) ?? null;
       this.events.created(stream, frame.response.conversation?.id ?? null);
       if (stream.turn.stopRequested) this.stop(stream.turn);
     }
@@ -152,7 +152,7 @@ export class ResponseStreams {
       const turn = thread.turnOfResponse(response) ? null : followedTurn(thread, key, frame.response);
       if (turn) {
         thread.addTurn(turn);
-        this.streams.set(key, { thread, turn, user: null, resuming: false });
+        this.streams.set(key, { thread, turn, above: null, resuming: false });
         announce("An answer is being generated.");
       }
     } else if (frame.type !== "error") return;
@@ -177,7 +177,7 @@ export class ResponseStreams {
 function followedTurn(thread: Thread, key: string, response: WireResponse): Turn | null {
   const tree = thread.tree.value;
   const above = response.parent_item_id ?? response.input_item_ids?.at(-1);
-  const parent = above === undefined ? undefined : tree.byId(above);
+  const parent = above === undefined ? undefined : thread.messageOf(above);
   if (!parent) return null;
   const path = tree.path.value;
   // the shown branch changes only if the user is following it

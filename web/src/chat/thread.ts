@@ -27,11 +27,14 @@ export class Thread {
   readonly queued = signal<readonly QueuedMessage[]>([]); // sent one by one when the running answer ends
   readonly compared = signal<readonly Message[] | null>(null); // answers of several requests, shown side by side
   readonly hidden = new Set<string>(); // ids of messages whose deletion can still be undone
+  // Tools that run without a question. Not stored: conversations are imported, too.
+  readonly allowedTools = new Set<string>();
   readonly staleCheck = new StaleCheck();
   isLoaded = false; // the messages are loaded, or the conversation is new
   followsActiveLeaf = true; // at the last load, whether the shown branch was the active one
   private readonly turns = new Map<string, Turn>();
   private listed: ReadonlySet<string> = new Set();
+  private keys: ReadonlyMap<string, string | null> = new Map();
   private activeLeaf: string | null = null; // as last reported by the server
   private followedLeaf: Message | null = null; // last shown leaf if the user followed the active branch
 
@@ -66,6 +69,11 @@ export class Thread {
     const answers = this.compared.value;
     const remain = answers?.includes(answer) && answers.every(({ key }) => this.tree.value.get(key));
     return remain ? answers : null;
+  }
+
+  /** The message of a stored item; of an item that is not shown, the one above it. */
+  messageOf(item: string): Message | undefined {
+    return this.tree.value.byId(item) ?? this.tree.value.get(this.keys.get(item) ?? "");
   }
 
   addTurn(turn: Turn): void {
@@ -107,7 +115,13 @@ export class Thread {
     this.followsActiveLeaf =
       shown === null || shown === this.followedLeaf || shown.id.value === this.activeLeaf || this.isNew(shown);
     this.isLoaded = true;
-    const { tree, responses } = mergeStored(this.tree.value, this.turns.values(), items, this.listed, this.hidden);
+    const { tree, responses, keys } = mergeStored(
+      this.tree.value,
+      this.turns.values(),
+      items,
+      this.listed,
+      this.hidden,
+    );
     for (const [key, response] of responses) this.turns.set(key, storedTurn(key, response));
     for (const item of items)
       if (item.response_id !== null && item.status !== "in_progress") this.markSaved(item.response_id);
@@ -116,6 +130,7 @@ export class Thread {
     const moved = leaf && shown !== null && tree.leaf.value !== shown ? this.turnOf(leaf) : undefined;
     if (moved?.candidates.includes(shown!)) moved.showsCandidates.value = false; // picked in another tab
     this.listed = new Set(items.map((item) => item.id));
+    this.keys = keys;
     this.activeLeaf = head.active_leaf;
     this.staleCheck.markRead(head.rev);
     this.tree.value.replaceWith(tree);
@@ -207,6 +222,8 @@ interface StoredResponse {
 interface MergeResult {
   readonly tree: Tree;
   readonly responses: ReadonlyMap<string, StoredResponse>;
+  // message id -> key; of hidden items, the key of their nearest shown ancestor
+  readonly keys: ReadonlyMap<string, string | null>;
 }
 
 /**
@@ -223,7 +240,6 @@ function mergeStored(
   const tree = new Tree();
   const responses = new Map<string, StoredResponse>();
   const findMessage = messageFinder(before, turns);
-  // message id -> key; for hidden items, the key of their nearest shown ancestor
   const keys = new Map<string, string | null>();
   const outputs = new Map<string, readonly CallOutput[]>(); // of an item that is not shown and those above it
   for (const item of items) {
@@ -255,7 +271,7 @@ function mergeStored(
     if (message.parent === null || tree.get(message.parent)) tree.attach(message, false);
   }
   tree.copyChoices(before);
-  return { tree, responses };
+  return { tree, responses, keys };
 }
 
 /** Find the shown message of an item: by id, or as a candidate of its response that has no id yet. */

@@ -33,8 +33,19 @@ export interface Message {
   readonly error: Signal<string>; // why it failed, or a note on how it ended
   readonly tokens: Signal<number | null>; // number of stored tokens; null: unknown
   readonly calls: Signal<readonly WireCall[]>; // of functions
+  readonly callRuns: Signal<ReadonlyMap<string, CallRun>>; // by call_id
   readonly callOutputs: Signal<readonly CallOutput[]>; // sent before this message, to the calls of the one above
 }
+
+/** A call that this page runs or has run; a call without one waits for the user. */
+export type CallRun =
+  | { readonly phase: "running"; readonly stop: () => void }
+  | {
+      readonly phase: "done";
+      readonly output: string;
+      readonly isError: boolean;
+      readonly seconds: number | null; // null: it was not called
+    };
 
 /** The output of a function that an answer called. */
 export interface CallOutput {
@@ -103,6 +114,7 @@ export class Tree {
       error: signal(""),
       tokens: signal(null),
       calls: signal([]),
+      callRuns: signal(new Map()),
       callOutputs: signal([]),
     };
     this.attach(message, choose);

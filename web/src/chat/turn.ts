@@ -12,6 +12,7 @@ import type {
   WireStatistics,
   WireUsage,
 } from "../api/frames";
+import type { Sampling } from "../app/settings";
 import { type AnswerSettings, settingsOf } from "./answerSettings";
 import { BeamTree } from "./beamTree";
 import type { Message, Status, Usage } from "./tree";
@@ -51,6 +52,8 @@ export class Turn {
   readonly beamTree = signal<BeamTree | null>(null); // set by the first beam frame
   readonly settings = signal<AnswerSettings | null>(null); // null: not loaded
   settingsLoad: Promise<void> | null = null; // in progress
+  /** Settings of the request; null if this page did not send it. */
+  sent: { readonly settings: Sampling; readonly instructions: string } | null = null;
   stopRequested = false;
   isSteered = false; // stopped in order to go on with another message
   private readonly candidateByOutput = new Map<number, number>(); // output_index of a message -> candidate
@@ -107,6 +110,14 @@ export class Turn {
 
   get failed(): boolean {
     return this.candidates.some((message) => message.status.value === "error");
+  }
+
+  /** The answer that ended with calls of tools for this page to run; null if there is none, or the user has to pick. */
+  get callingAnswer(): Message | null {
+    const [answer, ...others] = this.candidates;
+    const isCalling = answer !== undefined && answer.status.value === "done" && answer.calls.value.length > 0;
+    const isOwn = this.sent !== null && this.sent.settings.toolServers.length > 0 && !this.stopRequested;
+    return isCalling && isOwn && others.length === 0 ? answer : null;
   }
 
   /** Apply one frame of this turn's stream. */

@@ -34,6 +34,7 @@ import { panel } from "./navigation";
 import { RareSettings } from "./RareSettings";
 import { SamplingSettings } from "./SamplingSettings";
 import { SignedInSection } from "./SignedIn";
+import { ToolSettings } from "./ToolSettings";
 
 export function Settings() {
   const chat = useChat();
@@ -50,6 +51,7 @@ export function Settings() {
       <SystemPrompts />
       <SamplingSettings />
       <RareSettings />
+      <ToolSettings />
       <DefaultsSection />
       <h3 class="panel-section-title">This browser</h3>
       <label class="check">
