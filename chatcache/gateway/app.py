@@ -46,7 +46,7 @@ from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.transfer.attachments import MAX_FILE_BYTES
 
 MIN_COMPRESSED_BYTES = 1024
-_COMPRESSION_LEVEL = 3  # half the time of the default, for a few per cent more bytes
+_COMPRESSION_LEVEL = 1  # a third of the time of the default, for a tenth more bytes
 _NOT_COMPRESSED = ("text/*", "application/x-ndjson")  # lines are sent one by one; `static` compresses the page itself
 
 
@@ -87,7 +87,14 @@ def create_app(
         limiter.usage.store = opened.keys
         channel: Channel | None = getattr(opened, "channel", None)  # only a server can have several gateways
         if channel is not None:
-            gateway.peers = GatewayPeers(channel, gateway.responses, gateway.hub, opened, limiter)
+            gateway.peers = GatewayPeers(
+                channel,
+                gateway.responses,
+                gateway.hub,
+                opened,
+                limiter,
+                lambda: gateway.loaded_model().tokenizer.token_bytes,
+            )
             if isinstance(engine, RecordingEngine):
                 gateway.recorder, gateway.peers.waits_for_takeover = engine, True
         await key_cache.open(opened.keys)

@@ -262,11 +262,16 @@ class Gateway:
 
         Raises: ModelLoadingError until model and engine are ready; NotFoundError for another model name.
         """
-        if self.model is None:
-            raise ModelLoadingError(self.load_error or "the model is still loading")
+        model = self.loaded_model()
         if not self.engine_seen_ready and not (health := await self.health()).ready:
             raise ModelLoadingError(health.detail or "the model is still loading")
         self.check_model(name)
+        return model
+
+    def loaded_model(self) -> Model:
+        """Return the model. Raises: ModelLoadingError until its tokenizer is loaded."""
+        if self.model is None:
+            raise ModelLoadingError(self.load_error or "the model is still loading")
         return self.model
 
     @property

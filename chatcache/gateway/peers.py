@@ -189,11 +189,13 @@ _MESSAGES = msgspec.msgpack.Decoder(Message)
 class RemoteResponse:
     """A response that runs on another gateway: a `Run` whose log is a copy."""
 
-    def __init__(self, peers: GatewayPeers, owner: str, response_id: str, runner: str) -> None:
+    def __init__(
+        self, peers: GatewayPeers, owner: str, response_id: str, runner: str, token_bytes: Sequence[bytes] = ()
+    ) -> None:
         self.id = response_id
         self.owner = owner
         self.conversation_id: str | None = None
-        self.log = ResponseLog(response_id)
+        self.log = ResponseLog(response_id, token_bytes)
         self.logged = LoggedResponse(response_id, owner, self.log, self)
         self._peers = peers
         self._runner = runner
@@ -324,8 +326,12 @@ class GatewayPeers:
         hub: ConversationHub,
         store: ConversationStore,
         limiter: RateLimiter,
+        token_bytes: Callable[[], Sequence[bytes]],
     ) -> None:
-        """`responses`: those of this process. `hub`, `limiter`: receive what other gateways change and charge."""
+        """`responses`: those of this process. `hub`, `limiter`: receive what other gateways change and charge.
+
+        `token_bytes` returns the bytes of each token, or raises a ChatcacheError while there is no tokenizer.
+        """
         self.find_runner = channel.find_runner
         self.take_over = channel.take_over
         self.give_up = channel.give_up
@@ -336,6 +342,7 @@ class GatewayPeers:
         self._hub = hub
         self._limiter = limiter
         self._store = store
+        self._token_bytes = token_bytes
         self._copies = ResponseRegistry(MAX_COPIES_BYTES)
         self._opening: dict[tuple[str, str], asyncio.Task[LoggedResponse]] = {}
         self._numbers = itertools.count(1)
@@ -508,7 +515,7 @@ class GatewayPeers:
         return await asyncio.shield(opening)
 
     async def _read_first(self, owner: str, response_id: str, runner: str) -> LoggedResponse:
-        run = RemoteResponse(self, owner, response_id, runner)
+        run = RemoteResponse(self, owner, response_id, runner, self._token_bytes())
         while await run.read() > run.log.num_frames:
             pass  # a large log takes several answers
         run.logged = self._copies.add(run)

@@ -72,6 +72,17 @@ def test_argmax_returns_first_of_equals(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+def test_top_tokens_equal_a_stable_sort(width: int) -> None:
+    x = torch.randn(9, width)
+    x[1:4] = torch.randint(-2, 3, (3, width)).float()
+    x[4], x[5] = -torch.inf, torch.arange(width)  # nothing to rank; every value is the largest so far
+    values, order = x.sort(dim=-1, descending=True, stable=True)
+    for size in sorted({1, min(20, width), min(sampling.MAX_TOP, width)}):
+        found, ids = sampling.top_tokens(x, size)
+        assert torch.equal(found, values[:, :size]) and torch.equal(ids, order[:, :size])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_apply_temperature_equals_torch(width: int) -> None:
     x, temperature = torch.randn(9, width) * 5, torch.rand(9) + 0.1
     x[:, ::7] = -torch.inf

@@ -7,7 +7,9 @@ import random
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator
+from math import inf
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
@@ -21,7 +23,7 @@ from chatcache.conversations.replies.events import (
 )
 from chatcache.gateway.api.chat_completions import ChatCompletionWriter
 from chatcache.gateway.api.generation import CompleteReply, CompletionHead, FastChunks, collect
-from chatcache.gateway.api.logprobs import EncodedLogprobs, chat_logprobs, encoded_logprobs
+from chatcache.gateway.api.logprobs import LogprobCopy, PackedLogprobs, chat_logprobs
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.metrics import UnlockedHistogram
 from chatcache.types.events import TokenLogprob
@@ -89,26 +91,31 @@ def test_tally_renders_like_a_prometheus_histogram() -> None:
     assert rendered[0] == rendered[1]
 
 
-def test_encoded_logprobs_return_any_range_in_a_fraction_of_the_memory() -> None:
+def test_packed_logprobs_return_any_range_in_a_fraction_of_the_memory() -> None:
     """The oracle is the list that is encoded as a whole."""
     tokenizer, draws = tiny_tokenizer(), random.Random(3)
-    ids = [draws.randrange(tokenizer.vocab_size) for _ in range(1000)]
-    top = tuple((draws.randrange(tokenizer.vocab_size), -draws.random()) for _ in range(10))
+    table = tokenizer.token_bytes
+    ids = [draws.randrange(len(table) + 2) for _ in range(1000)]  # the model may have rows beyond the vocabulary
+    top = tuple((draws.randrange(len(table)), draws.choice((-draws.random(), -inf))) for _ in range(10))
     scores = [TokenLogprob(-draws.random(), top[: draws.randrange(11)]) for _ in ids]
     expected = chat_logprobs(tokenizer, ids, scores)
-    entries, ranges, at = EncodedLogprobs(), {}, 0
+    entries, copied, ranges, at = PackedLogprobs(table), PackedLogprobs(table), list[tuple[int, int]](), 0
     tracemalloc.start()
     while at < len(ids):
         until = min(len(ids), at + draws.randrange(4))
-        ranges[at, until] = entries.extend(encoded_logprobs(tokenizer, ids[at:until], scores[at:until]))
+        entries.extend(zip(ids[at:until], scores[at:until], strict=True))
+        ranges.append((at, until))
         at = until
     num_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     whole = b"".join(entries.read(0, len(entries)))
     assert json.loads(b"[%s]" % whole) == json.loads(encode(expected))
-    assert entries.num_bytes < len(whole) / 3 and num_bytes < entries.num_bytes + 300_000
-    for (first, last), (start, end) in ranges.items():
-        assert b"".join(entries.read(start, end)) == encode(expected[first:last])[1:-1]
+    assert entries.num_bytes < len(whole) / 4 and num_bytes < entries.num_bytes + 100_000
+    assert entries.num_json_bytes(0, len(entries)) == pytest.approx(len(whole), rel=0.3)
+    for first, last in ranges:
+        assert b"".join(entries.read(first, last)) == encode(expected[first:last])[1:-1]
+        copied.append_copy(msgspec.convert(entries.copy(first, last), LogprobCopy))
+    assert len(copied) == len(ids) and b"".join(copied.read(0, len(ids))) == whole
 
 
 # Bodies with many log-probabilities

@@ -19,6 +19,7 @@ from chatcache.gateway.responses.event_log import MAX_LAG_FRAMES, LogReader, Res
 from chatcache.gateway.responses.log_frames import LogFrame, has_references
 from chatcache.gateway.responses.registry import KEEP_ENDED_S, ResponseRegistry, Run
 from chatcache.gateway.schemas.responses import OutputMessage
+from chatcache.types.events import TokenLogprob
 
 Frame = dict[str, Any]
 
@@ -228,17 +229,16 @@ def test_log_without_readers_is_compressed() -> None:
     run(work())
 
 
-LOGPROBS = [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": [{"token": "b", "logprob": -1.0}] * 20}]
+SCORED = [(0, TokenLogprob(-0.5, ((1, -1.0),) * 20))]
+TOP = [{"token": "b", "logprob": -1.0, "bytes": [98]}] * 20
+LOGPROBS = [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": TOP}]
 
 
 def fill_with_logprobs(log: ResponseLog, num_candidates: int, num_deltas: int) -> None:
     """Fill a log with the four frames that repeat the log-probabilities of each candidate."""
-    entries = json.dumps(LOGPROBS)[1:-1].encode()
     for _ in range(num_deltas):
         for index in range(num_candidates):
-            log.append(
-                "response.output_text.delta", item_id=index, delta="a", logprobs=log.logprobs.add(index, entries)
-            )
+            log.append("response.output_text.delta", item_id=index, delta="a", logprobs=log.logprobs.add(index, SCORED))
     for index in range(num_candidates):
         for kind in ("response.output_text.done", "response.content_part.done"):
             log.append(kind, item_id=index, logprobs=log.logprobs.all_of(index))
@@ -250,7 +250,7 @@ def fill_with_logprobs(log: ResponseLog, num_candidates: int, num_deltas: int) -
 def test_log_stores_logprobs_once_and_readers_receive_them_in_every_frame() -> None:
     num_candidates, num_deltas = 8, 200
     once = num_candidates * num_deltas * len(json.dumps(LOGPROBS))
-    log = ResponseLog("resp_1")
+    log = ResponseLog("resp_1", (b"a", b"b"))
     tracemalloc.start()
     fill_with_logprobs(log, num_candidates, num_deltas)
     num_bytes, _ = tracemalloc.get_traced_memory()
@@ -280,7 +280,7 @@ def test_snapshot_reports_the_logprobs_that_it_lacks() -> None:
         log = ResponseLog("resp_1")
         fill(log, 10)
         if has_logprobs:
-            log.logprobs.add(0, b"{}")
+            log.logprobs.add(0, SCORED)
         (snapshot,) = [frame for frame in log.snapshot(0)[2] if frame.kind == "response.snapshot"]
         assert json.loads(snapshot.data).get("omitted") == (["message.output_text.logprobs"] if has_logprobs else None)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
 
 from chatcache.gateway.json_codec import encode, preencoded
 from chatcache.gateway.schemas import completions as schemas
@@ -13,7 +17,10 @@ from chatcache.types.events import TokenLogprob
 
 # JSON has no infinity; OpenAI uses this value for probability 0.
 MIN_LOGPROB = -9999.0
-_CHUNK_BYTES = 16 * 1024
+_PIECE_ENTRIES = 8
+_JSON_BYTES = 72  # of a token and its log-probability, on average
+
+ScoredToken = tuple[int, TokenLogprob]
 
 
 def chat_logprobs(
@@ -32,83 +39,94 @@ def chat_logprobs(
     ]
 
 
-class EncodedLogprobs:
-    """A growing list of `chat_logprobs` entries, kept as JSON to save memory.
+class LogprobCopy(NamedTuple):
+    """Entries of a `PackedLogprobs`; `sizes`: how many of the ids and values belong to each."""
 
-    The JSON has a tenth of the size of the objects. All but its end is compressed, to another tenth.
+    ids: list[int]
+    values: list[float]
+    sizes: list[int]
+
+
+class PackedLogprobs:
+    """A growing list of tokens and log-probabilities, encoded as `chat_logprobs` entries when it is read.
+
+    The JSON has six times the size, and most of it is read once or never.
+
+        ids      token, its alternatives, token, its alternatives, ...
+        values   the log-probability of each
+        ends     where each token and its alternatives end in the others
     """
 
-    def __init__(self) -> None:
-        self._chunks: list[bytes] = []  # compressed, each of `_CHUNK_BYTES`
-        self._num_chunk_bytes = 0  # of memory
-        self._tail = bytearray()
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._ids, self._values, self._ends = array("i"), array("d"), array("I")
 
     def __len__(self) -> int:
-        """Size of the JSON in bytes."""
-        return len(self._chunks) * _CHUNK_BYTES + len(self._tail)
+        """Return the number of entries."""
+        return len(self._ends)
 
     @property
     def num_bytes(self) -> int:
         """Approximate memory use."""
-        return self._num_chunk_bytes + len(self._tail)
+        return sum(len(each) * each.itemsize for each in (self._ids, self._values, self._ends))
 
-    def extend(self, entries: bytes) -> tuple[int, int]:
-        """Add entries as `encoded_logprobs` returns them; return where they begin and end."""
-        if len(self) and entries:
-            self._tail += b","
-        start = len(self)
-        self.append_json(entries)
-        return start, len(self)
+    def extend(self, scored: Iterable[ScoredToken]) -> None:
+        """Add entries."""
+        for token, entry in scored:
+            self._ids.append(token)
+            self._values.append(entry.logprob)
+            for other, value in entry.top:
+                self._ids.append(other)
+                self._values.append(value)
+            self._ends.append(len(self._ids))
 
-    def append_json(self, data: bytes) -> None:
-        """Append a part of the JSON of another list, as `read` returns it."""
-        self._tail += data
-        while len(self._tail) >= 2 * _CHUNK_BYTES:  # readers that keep up never decompress
-            self._chunks.append(zlib.compress(self._tail[:_CHUNK_BYTES], 1))
-            del self._tail[:_CHUNK_BYTES]
-            self._num_chunk_bytes += len(self._chunks[-1])
+    def copy(self, start: int, end: int) -> LogprobCopy:
+        """Return entries for `append_copy` of another list."""
+        bounds = self._bounds(start, end)
+        ids, values = self._ids[bounds[0] : bounds[-1]], self._values[bounds[0] : bounds[-1]]
+        return LogprobCopy(ids.tolist(), values.tolist(), [last - first for first, last in pairwise(bounds)])
+
+    def append_copy(self, copied: LogprobCopy) -> None:
+        """Add entries of another list."""
+        self._ends.extend(accumulate(copied.sizes, initial=len(self._ids)))
+        self._ends.pop(-1 - len(copied.sizes))  # the initial value
+        self._ids.extend(copied.ids)
+        self._values.extend(copied.values)
+
+    def num_json_bytes(self, start: int, end: int) -> int:
+        """Return about how long the JSON of entries is."""
+        bounds = self._bounds(start, end)
+        return (bounds[-1] - bounds[0]) * _JSON_BYTES
 
     def read(self, start: int, end: int) -> Iterator[bytes]:
-        """Yield the entries between two positions, in pieces of at most two chunks; more may be added meanwhile."""
-        first, tail_start = start // _CHUNK_BYTES, len(self._chunks) * _CHUNK_BYTES
-        tail = bytes(self._tail[max(0, start - tail_start) : max(0, end - tail_start)])
-        for at, chunk in enumerate(self._chunks[first : -(-end // _CHUNK_BYTES)], first):
-            chunk_start = at * _CHUNK_BYTES
-            yield zlib.decompress(chunk)[max(0, start - chunk_start) : end - chunk_start]
-        yield tail
+        """Yield the JSON of entries in small pieces, without the brackets around it; more may be added meanwhile."""
+        for at in range(start, end, _PIECE_ENTRIES):
+            if at > start:
+                yield b","
+            yield self._encode(self._bounds(at, min(end, at + _PIECE_ENTRIES)))
 
+    def _bounds(self, start: int, end: int) -> list[int]:
+        """Return where entries begin in `ids` and `values`, and where the last one ends."""
+        return [self._ends[start - 1] if start else 0, *self._ends[start:end]]
 
-def encoded_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bytes:
-    """Encode the entries of `chat_logprobs`, without the brackets around them.
-
-    An entry can have twenty alternatives and a step hundreds of entries, so the parts of each token are encoded once.
-    """
-    table, numbers = tokenizer.token_bytes, iter(_numbers(logprobs))
-    size = len(table)
-    entries: list[bytes] = []
-    for token, entry in zip(ids, logprobs, strict=True):
-        head, tail = _token_parts(table[token] if 0 <= token < size else b"")
-        number = next(numbers)
-        top: list[bytes] = []
-        for other, _ in entry.top:
-            top_head, top_tail = _token_parts(table[other] if 0 <= other < size else b"")
-            top.append(b"%b%b%b}" % (top_head, next(numbers), top_tail))
-        entries.append(b'%b%b%b,"top_logprobs":[%b]}' % (head, number, tail, b",".join(top)))
-    return b",".join(entries)
-
-
-def _numbers(logprobs: Sequence[TokenLogprob]) -> list[bytes]:
-    """Encode the log-probability of each entry, followed by those of its alternatives."""
-    values = [
-        max(value, MIN_LOGPROB) for entry in logprobs for value in (entry.logprob, *(top[1] for top in entry.top))
-    ]
-    return encode(values)[1:-1].split(b",") if values else []
+    def _encode(self, bounds: Sequence[int]) -> bytes:
+        """Encode entries. An entry can have twenty alternatives, so the parts of each token are encoded once."""
+        begin, table = bounds[0], self._token_bytes
+        size = len(table)
+        ids, values = self._ids[begin : bounds[-1]], self._values[begin : bounds[-1]]
+        numbers = encode(np.maximum(values, MIN_LOGPROB).tolist())[1:-1].split(b",")
+        parts = [_token_parts(table[token] if 0 <= token < size else b"") for token in ids]
+        tokens = [b"%b%b%b" % (head, number, tail) for (head, tail), number in zip(parts, numbers, strict=True)]
+        entries: list[bytes] = []
+        for first, last in pairwise(bound - begin for bound in bounds):
+            entries.append(b'%b,"top_logprobs":[%b]}' % (tokens[first][:-1], b",".join(tokens[first + 1 : last])))
+        return b",".join(entries)
 
 
 @lru_cache(maxsize=2**16)
 def _token_parts(data: bytes) -> tuple[bytes, bytes]:
     """Encode what comes before and after the log-probability of a token with these bytes."""
-    return b'{"token":%b,"logprob":' % encode(data.decode("utf-8", "replace")), b',"bytes":%b' % encode(list(data))
+    return b'{"token":%b,"logprob":' % encode(data.decode("utf-8", "replace")), b',"bytes":%b}' % encode(list(data))
 
 
 def prompt_logprobs(

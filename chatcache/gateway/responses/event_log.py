@@ -26,6 +26,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from chatcache.errors import ChatcacheError, InvalidRequestError
+from chatcache.gateway.api.logprobs import LogprobCopy
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.responses.log_frames import (
     MAX_RESOLVED_BYTES,
@@ -186,7 +187,7 @@ class LogCopy(msgspec.Struct, array_like=True):
 
     position: int
     frames: list[tuple[str, int | None, bytes]]
-    logprobs: list[tuple[int, bytes]]
+    logprobs: list[tuple[int, LogprobCopy]]
     is_closed: bool
     is_unsaved: bool
     num_frames: int  # of the whole log so far
@@ -197,17 +198,18 @@ class ResponseLog:
     """The frames of one response in order. Belongs to one event loop.
 
     Numbered frames have `sequence_number` 0, 1, 2, ... without gaps; unnumbered ones are for `chatcache.v1` only.
-    `on_reader_count` is called with the number of readers whenever it changes.
+    `token_bytes`: of each token, for log-probabilities. `on_reader_count` is called with the number of readers whenever
+    it changes.
     """
 
-    def __init__(self, response_id: str) -> None:
+    def __init__(self, response_id: str, token_bytes: Sequence[bytes] = ()) -> None:
         self.response_id = response_id
         self.is_closed = False
         self.is_unsaved = False  # the response ended, but the store does not have it yet
         self.num_readers = 0
         self.on_reader_count: Callable[[int], None] | None = None
         self._frames = FrameStore()
-        self.logprobs = LogprobStore()
+        self.logprobs = LogprobStore(token_bytes)
         self._texts = OutputTexts()
         self._beams = BeamTree()
         self._terminal: _Terminal | None = None
@@ -272,8 +274,8 @@ class ResponseLog:
         """Add frames of a log in another process. Raises: ValueError if they are not the next ones."""
         if copied.position != self._frames.num_frames:
             raise ValueError(f"frames from {copied.position}, not from {self._frames.num_frames}")
-        for candidate, data in copied.logprobs:
-            self.logprobs.append_copy(candidate, data)
+        for candidate, entries in copied.logprobs:
+            self.logprobs.append_copy(candidate, entries)
         for kind, number, data in copied.frames:
             if kind in (_ADDED, _DONE, BEAM) or kind.endswith(_DELTA):
                 fields = msgspec.structs.asdict(msgspec.json.decode(data, type=_EncodedFields))

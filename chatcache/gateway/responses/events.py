@@ -55,7 +55,7 @@ from chatcache.conversations.tree import (
 from chatcache.conversations.turns import PlannedTurn, output_item
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.api.compaction import encode_summary
-from chatcache.gateway.api.logprobs import encoded_logprobs
+from chatcache.gateway.api.logprobs import ScoredToken
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.objects import (
     STATISTICS,
@@ -80,7 +80,6 @@ from chatcache.gateway.schemas.responses import (
     Statistics,
     SummaryText,
 )
-from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import FINISH_CANCELLED, FINISH_LENGTH, FINISH_STOP, StartReport, is_dead_end
 
 
@@ -149,8 +148,8 @@ class CandidateEventWriter:
         self._add_item(OutputMessage(self._item_id, "assistant", "in_progress", [], self._candidate))
         self._log.append("response.content_part.added", **self._content_position(self._item_id), part=output_text(""))
 
-    def delta(self, event: ReplyDelta, logprobs: bytes) -> None:
-        """Write a delta and store `logprobs`, those of its text, from `encoded_logprobs`."""
+    def delta(self, event: ReplyDelta, logprobs: Sequence[ScoredToken]) -> None:
+        """Write a delta and store `logprobs`, those of its text."""
         if event.reasoning:
             self._reasoning_delta(event.reasoning)
         if event.text or logprobs:
@@ -245,15 +244,14 @@ class CandidateEventWriter:
 class ResponseEventWriter:
     """Writes the events of one response into its log."""
 
-    def __init__(self, log: ResponseLog, planned: PlannedTurn, tokenizer: Tokenizer, reply: Reply) -> None:
+    def __init__(self, log: ResponseLog, planned: PlannedTurn, reply: Reply) -> None:
         params = reply.request.params
         self._log = log
         self._is_ranked = is_ranked(params)
         self._turn = planned.turn
         self._divergence = planned.prompt.divergence
-        self._tokenizer = tokenizer
         self.item_ids = tuple(derive_id("msg", planned.turn.id, index) for index in range(num_candidates(params)))
-        self._held_logprobs: list[list[bytes]] = [[] for _ in self.item_ids]  # of text that is not sent yet
+        self._held_logprobs: list[list[ScoredToken]] = [[] for _ in self.item_ids]  # of text that is not sent yet
         output_indexes = count()
         summarizes = has_summary(planned.turn.echo)
         self._candidates = [
@@ -302,7 +300,7 @@ class ResponseEventWriter:
         if not self._has_output:
             self._begin_output()
             self._first_output_s = time.perf_counter()
-        logprobs = self._logprobs_of_text(event) if event.logprobs else b""
+        logprobs = self._logprobs_of_text(event) if event.logprobs else ()
         self._candidates[event.index].delta(event, logprobs)
 
     def beams(self, event: ReplyBeams) -> None:
@@ -388,20 +386,19 @@ class ResponseEventWriter:
         cause = miss_cause(miss.reason, miss.at_token, miss.detail, self._divergence, miss.page_size)
         return {"copied_pages": report.num_copied_pages, "miss": cause}
 
-    def _logprobs_of_text(self, event: ReplyDelta) -> bytes:
+    def _logprobs_of_text(self, event: ReplyDelta) -> Sequence[ScoredToken]:
         """Return the log-probabilities to send with a delta.
 
         Those of tokens whose text is held back are kept until the text is sent.
         """
         held = self._held_logprobs[event.index]
-        held.append(encoded_logprobs(self._tokenizer, event.token_ids, event.logprobs))
+        held.extend(zip(event.token_ids, event.logprobs, strict=True))
         if self._is_parsed and not event.text:
             if event.reasoning or event.calls:
                 held.clear()
-            return b""
-        logprobs = b",".join(filter(None, held))
-        held.clear()
-        return logprobs
+            return ()
+        self._held_logprobs[event.index] = []
+        return held
 
     def _output(self) -> list[OutputItem]:
         return [self._wire_outputs[index] for index in sorted(self._wire_outputs)]

@@ -7,11 +7,12 @@ import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 from msgspec import Raw
 
-from chatcache.gateway.api.logprobs import EncodedLogprobs
+from chatcache.gateway.api.logprobs import LogprobCopy, PackedLogprobs, ScoredToken
 from chatcache.gateway.schemas.completions import TokenLogprob
 
 SEGMENT_FRAMES = 64
@@ -137,8 +138,8 @@ def has_references(frame: LogFrame) -> bool:
 class LogprobStore:
     """The log-probabilities of the output tokens, once for each candidate, for frames that refer to them."""
 
-    def __init__(self) -> None:
-        self._entries: defaultdict[int, EncodedLogprobs] = defaultdict(EncodedLogprobs)
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._entries: defaultdict[int, PackedLogprobs] = defaultdict(partial(PackedLogprobs, token_bytes))
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -148,19 +149,22 @@ class LogprobStore:
         """Approximate memory use."""
         return sum(entries.num_bytes for entries in self._entries.values())
 
-    def add(self, candidate: int, entries: bytes) -> list[TokenLogprob]:
-        """Add entries (of `encoded_logprobs`) and return the reference to them, as the value of a frame's field."""
-        return self._reference(candidate, *self._entries[candidate].extend(entries))
+    def add(self, candidate: int, scored: Iterable[ScoredToken]) -> list[TokenLogprob]:
+        """Add entries and return the reference to them, as the value of a frame's field."""
+        entries = self._entries[candidate]
+        start = len(entries)
+        entries.extend(scored)
+        return self._reference(candidate, start, len(entries))
 
     def all_of(self, candidate: int) -> list[TokenLogprob]:
         """Return the reference to all entries of a candidate so far; the empty list if it has none."""
         found = self._entries.get(candidate)
         return self._reference(candidate, 0, len(found)) if found is not None else []
 
-    def copy(self, frames: Iterable[LogFrame], sizes: Mapping[int, int]) -> list[tuple[int, bytes]]:
-        """Return by candidate the JSON to append to a copy of this store, before it gets these frames.
+    def copy(self, frames: Iterable[LogFrame], sizes: Mapping[int, int]) -> list[tuple[int, LogprobCopy]]:
+        """Return by candidate the entries to append to a copy of this store, before it gets these frames.
 
-        `sizes`: the size of the JSON that the copy has of each candidate.
+        `sizes`: the number of entries that the copy has of each candidate.
         """
         ends: dict[int, int] = {}
         for frame in frames:
@@ -169,18 +173,18 @@ class LogprobStore:
                 ends[candidate] = max(end, ends.get(candidate, 0))
         starts = {candidate: sizes.get(candidate, 0) for candidate in ends}
         return [
-            (candidate, b"".join(self._entries[candidate].read(starts[candidate], end)))
+            (candidate, self._entries[candidate].copy(starts[candidate], end))
             for candidate, end in ends.items()
             if end > starts[candidate]
         ]
 
     def sizes(self) -> dict[int, int]:
-        """Return the size of the JSON of each candidate."""
+        """Return the number of entries of each candidate."""
         return {candidate: len(entries) for candidate, entries in self._entries.items()}
 
-    def append_copy(self, candidate: int, data: bytes) -> None:
+    def append_copy(self, candidate: int, copied: LogprobCopy) -> None:
         """Append what `copy` of another store returned."""
-        self._entries[candidate].append_json(data)
+        self._entries[candidate].append_copy(copied)
 
     def resolve(self, frame: LogFrame) -> LogFrame:
         """Replace the references in a frame by the entries, unless there are too many for one turn."""
@@ -203,11 +207,13 @@ class LogprobStore:
             yield from self._entries[candidate].read(start, end)
             yield b"]"
 
-    @staticmethod
-    def num_resolved_bytes(data: bytes) -> int:
-        """Return the size of an encoded text once its references are replaced by the entries."""
+    def num_resolved_bytes(self, data: bytes) -> int:
+        """Return the approximate size of an encoded text once its references are replaced by the entries."""
         parts = data.split(_REFERENCE)
-        return sum(map(len, parts[::2])) + sum(end - start + 2 for _, start, end in map(_place, parts[1::2]))
+        places = map(_place, parts[1::2])
+        return sum(map(len, parts[::2])) + sum(
+            self._entries[candidate].num_json_bytes(start, end) for candidate, start, end in places
+        )
 
     def _reference(self, candidate: int, start: int, end: int) -> list[TokenLogprob]:
         return cast(list[TokenLogprob], Raw(b"\t[%d,%d,%d]\t" % (candidate, start, end)))

@@ -259,14 +259,14 @@ class LiveResponse:
         self.owner = planned.request.owner
         self.ignored = tuple(cast(Sequence[str], planned.turn.echo.get("ignored", ())))
         self.conversation_id = conversation.id if conversation is not None else None
-        self.log = ResponseLog(self.id)
+        self.log = ResponseLog(self.id, model.tokenizer.token_bytes)
         self._gateway = gateway
         self._model = model
         self._planned = planned
         self._conversation = conversation
         self._reply = reply
         writer = CompactionEventWriter if options.compacts else ResponseEventWriter
-        self._writer = writer(self.log, planned, model.tokenizer, reply)
+        self._writer = writer(self.log, planned, reply)
         self._options = options
         self._drops = CandidateCancellations(reply, self.log, gateway.metrics)
         self._detach_timer = DetachTimer(self.log, options.ttl_s, self.cancel)

@@ -44,7 +44,6 @@ _GOLDEN64 = np.uint64(0x9E3779B97F4A7C15)
 _GOLDEN32 = 0x9E3779B9
 _LARGEST = 1.0 - 2.0**-24
 
-GROUP = 16  # values per group maximum in `_largest`
 Index = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 MIN_CANDIDATES = 256
@@ -100,12 +99,16 @@ def _mix32_(x: Tensor) -> Tensor:
 def top_tokens(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the `size` largest values of each row and their ids, best first.
 
-    Equal values are ranked by ascending id. One more value than needed is fetched: if it equals the last one, `topk`
-    chose among equals arbitrarily, and the row is ranked again. With bfloat16 logits most rows are.
+    Equal values are ranked by ascending id. With torch, one more value than needed is fetched: if it equals the last
+    one, `topk` chose among equals arbitrarily, and the row is ranked again. With bfloat16 logits most rows are.
     Shapes: values [N, V] float32 -> [N, size] each.
     """
-    vocab_size = values.shape[-1]
-    found, ids = _largest(values, min(size + 1, vocab_size))
+    if values.device.type == "cpu":
+        from chatcache_kernels.cpu import sampling as cpu_sampling
+
+        if size <= cpu_sampling.MAX_TOP:
+            return cpu_sampling.top_tokens(values, size)
+    found, ids = values.topk(min(size + 1, values.shape[-1]))
     if found.shape[-1] > size:
         tied = (found[:, size] == found[:, size - 1]).nonzero().squeeze(-1)
         found, ids = found[:, :size], ids[:, :size]
@@ -115,26 +118,6 @@ def top_tokens(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
     ids, order = ids.sort(-1)
     found, again = found.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     return found, ids.gather(-1, again)
-
-
-def _largest(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return `topk` of each row, found through group maxima in large rows on a CPU.
-
-    The largest values are all in the `size` groups with the largest maxima. Group c is c, c + C, c + 2 C, ...; values
-    after the last whole group are candidates, too.
-    """
-    num_rows, vocab_size = values.shape
-    num_groups = vocab_size // GROUP
-    if values.device.type != "cpu" or num_groups < 4 * size:
-        found, ids = values.topk(size)
-        return found, ids
-    whole = values[:, : num_groups * GROUP]
-    best = whole.reshape(num_rows, GROUP, num_groups).amax(1).topk(size).indices
-    members = torch.arange(0, num_groups * GROUP, num_groups)[:, None]
-    rest = torch.arange(num_groups * GROUP, vocab_size).expand(num_rows, -1)
-    candidates = torch.cat(((best[:, None] + members).flatten(1), rest), dim=1)
-    found, positions = values.gather(1, candidates).topk(size)
-    return found, candidates.gather(1, positions)
 
 
 def _first_of_equals(values: Tensor, smallest: Tensor, size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Passes over the vocabulary, row by row: Gumbel noise, argmax, temperature, log-sum-exp.
+"""Passes over the vocabulary, row by row: Gumbel noise, argmax, the largest values, temperature, log-sum-exp.
 
 Sampling in torch calls takes a dozen passes over [num_rows, vocab_size], each through memory; at 32 rows that costs as
 much as a small model's whole step. No bit of a row depends on other rows, on their number, or on the threads.
@@ -168,12 +168,14 @@ def gumbel_lanes(zero: Any, base: Any, index: int, low: int, high: int) -> Any:
 _LANES = 16
 _SUM_BLOCK = 64  # registers per partial sum
 
-SAMPLING_JOB, _PACK = define_job("x base base_stride low high levels chosen out num_rows width")
+SAMPLING_JOB, _PACK = define_job("x base base_stride low high levels chosen out num_rows width size")
 """Addresses; a kernel reads those that it needs.
 
 x [R, W] float32; base [W] int32, or [R, W] with base_stride W; low, high [R] int32; levels [R] float32; chosen [R]
-int64. W is the vocabulary size.
+int64, or [R, size] as an output. W is the vocabulary size.
 """
+
+MAX_TOP = 512  # values of a row that `top_tokens` can return
 
 
 def gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -213,6 +215,18 @@ def argmax(x: Tensor) -> Tensor:
     out = torch.empty(len(x), dtype=torch.int64)
     _run(_argmax_kernel(False), x, out, x.shape[1])
     return out
+
+
+def top_tokens(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the `size` largest values of each row and their indices, best first; of equal values, the first.
+
+    A row with NaN has any values. `size` is at most MAX_TOP and the length of a row.
+    Shapes: x [num_rows, vocab_size] float32 -> [num_rows, size] float32, [num_rows, size] int64.
+    """
+    x = _pad_to_register(x)
+    out, chosen = torch.empty(len(x), size), torch.empty(len(x), size, dtype=torch.int64)
+    _run(_top_kernel(), x, out, x.shape[1], size, chosen=chosen)
+    return out, chosen
 
 
 def apply_temperature(x: Tensor, temperature: Tensor) -> Tensor:
@@ -258,14 +272,14 @@ def _pad_to_register(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _run(kernel: Launch, x: Tensor | None, out: Tensor, width: int, **arrays: Tensor) -> None:
+def _run(kernel: Launch, x: Tensor | None, out: Tensor, width: int, size: int = 1, **arrays: Tensor) -> None:
     """Launch a sampling kernel over the rows of `out`; `arrays` are fields of its SAMPLING_JOB."""
     tensors = {name: tensor.contiguous() for name, tensor in arrays.items()}
     if x is not None:
         tensors["x"] = x
     fields = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     base, num_rows = tensors.get("base"), len(out)
-    fields |= {"out": out.data_ptr(), "num_rows": num_rows, "width": width}
+    fields |= {"out": out.data_ptr(), "num_rows": num_rows, "width": width, "size": size}
     fields["base_stride"] = base.stride(0) if base is not None and base.ndim == 2 else 0
     job = _PACK.pack(*(fields.get(name, 0) for name in SAMPLING_JOB.names or ()))
     kernel(job, min(choose_num_threads(num_rows * width), max(num_rows, 1)))
@@ -329,6 +343,40 @@ def _argmax_kernel(noisy: bool) -> Launch:
                 best = select_greater(value, best, value, best)
             highest = splat(zero, reduce_max(best))
             out[row] = np.int64(reduce_min(select_greater(highest, best, splat(zero, np.float32(width)), where)))
+            row = fetch_add(address, 0, 1)
+
+    return compile_kernel(kernel)
+
+
+@cache
+def _top_kernel() -> Launch:
+    """Return the launcher of the `top_tokens` kernel. Takes a SAMPLING_JOB with x, chosen, out and size.
+
+    The largest values so far are kept sorted; most registers have none that is larger than the smallest of these.
+    """
+
+    def kernel(address: Any) -> None:
+        job = carray(address, 1, SAMPLING_JOB)[0]
+        zero, width, size = zeros(_LANES), job.width, job.size
+        x, out, chosen = pointer(FLOAT32, job.x), pointer(FLOAT32, job.out), pointer(INT64, job.chosen)
+        row = fetch_add(address, 0, 1)
+        while row < job.num_rows:
+            start, count = row * size, 0
+            for step in range(_num_registers(width)):
+                here = load(zero, x, row * width + _register_offset(step, width))
+                if count == size and reduce_max(here) <= out[start + size - 1]:
+                    continue
+                for index in range(step * _LANES, min((step + 1) * _LANES, width)):
+                    value = x[row * width + index]
+                    if count < size:
+                        count += 1
+                    elif not value > out[start + size - 1]:
+                        continue
+                    at = start + count - 1
+                    while at > start and out[at - 1] < value:
+                        out[at], chosen[at] = out[at - 1], chosen[at - 1]
+                        at -= 1
+                    out[at], chosen[at] = value, index
             row = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
