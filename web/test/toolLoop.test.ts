@@ -117,6 +117,28 @@ describe("requests", () => {
     expect(last()).not.toHaveProperty("tools");
   });
 
+  test("a draft is prefilled after the tools", async () => {
+    await chat.toolServers.load();
+    chat.prefill.text.value = "Find";
+    await vi.advanceTimersByTimeAsync(1000);
+    const draft = FakeSocket.last.sent.findLast(({ type }) => type === "prompt.prewarm")!;
+    expect(draft.tools).toMatchObject([{ type: "namespace", name: "docs" }]);
+  });
+
+  test("a response that follows an output belongs to the answer that called", () => {
+    const { thread } = chat;
+    const stored = { status: "completed", content: [], response_id: null, index: null, num_tokens: 1, created_at: 0 };
+    const rest = { ...stored, finish_reason: null };
+    const items = [
+      { ...rest, id: "msg_a", role: "assistant", parent_id: null },
+      { ...rest, id: "out", role: "tool", parent_id: "msg_a", call_id: "c" },
+    ];
+    const head = { id: "conv_1", title: null, created_at: 0, updated_at: 0, active_leaf: "out", rev: 1 };
+    thread.value.load(items, head);
+    expect(thread.value.messageOf("out")?.id.value).toBe("msg_a");
+    expect(thread.value.messageOf("none")).toBeUndefined();
+  });
+
   test("stored names are validated", () => {
     expect(parseSampling({ toolServers: ["docs", 3, "a b", ""] }).toolServers).toEqual(["docs"]);
     expect(parseSampling({ toolServers: "docs" }).toolServers).toEqual([]);
