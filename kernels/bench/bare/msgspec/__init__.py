@@ -14,6 +14,13 @@ from typing import Any, dataclass_transform
 from msgspec import msgpack as msgpack
 
 
+class Meta:
+    """Limits of a field, which matter only to decoding."""
+
+    def __init__(self, **_limits: Any) -> None:
+        pass
+
+
 @dataclass_transform()
 class Struct:
     """The base class: annotated names become fields, as in a dataclass."""
