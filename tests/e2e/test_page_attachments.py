@@ -121,10 +121,14 @@ def test_files_fit_a_narrow_screen_in_any_direction_and_theme(open_page: Any) ->
     assert chat.page.evaluate(OUTSIDE) == []
 
 
-def test_file_that_is_too_long_for_the_model_is_announced_before_sending(chat: RecordedPage) -> None:
+def test_file_that_is_too_long_for_the_model_is_not_sent(chat: RecordedPage) -> None:
     chat.drop(".thread", [("long.txt", b"dragon " * 4000)])
     wait_for_chips(chat, 1)
     warning = chat.page.locator(".attachment-warning")
     assert "Too long for the model: the files have" in warning.inner_text()
+    chat.page.fill("#composer", "What does it say?")
+    chat.page.press("#composer", "Enter")
+    send = chat.page.locator("button.send")
+    assert send.is_disabled() and chat.said() == [] and chat.page.input_value("#composer") == "What does it say?"
     chat.page.click("[aria-label='Remove long.txt']")
-    assert warning.count() == 0
+    assert warning.count() == 0 and send.is_enabled()

@@ -86,6 +86,11 @@ def test_shared_link_is_read_without_the_page_until_it_ends(chat: RecordedPage) 
         chat.page.click("[role=menuitem][data-label='Share a link']")
     link = chat.server + made.value.json()["path"]
     chat.page.wait_for_selector(".toast >> text=/Link copied|Link:/")
+    size = chat.page.viewport_size
+    chat.page.set_viewport_size({"width": 390, "height": 844})
+    width = chat.page.evaluate("document.querySelector('.toast').getBoundingClientRect().width")
+    assert 390 / 2 < width < 390, "as wide as its text, up to the width of the screen"
+    chat.page.set_viewport_size(size)
     page = chat.page.context.new_page()
     page.goto(link)
     assert page.locator("article").count() == 2 and "My name is Ada." in page.inner_text("main")
@@ -114,6 +119,8 @@ def test_find_goes_to_hits_on_all_branches(chat: RecordedPage) -> None:
     chat.page.keyboard.press("Enter")
     chat.page.wait_for_selector(".user-text:text('A zebra here')")
     chat.until("(CSS.highlights.get('found')?.size ?? 0) > 0")
+    chat.page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert box.evaluate("box => box === document.activeElement"), "the next Enter goes to the next hit"
     box.fill("no such words")
     chat.page.wait_for_selector(".find-count:text('none')")
     chat.page.keyboard.press("Escape")

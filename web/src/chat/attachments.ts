@@ -67,6 +67,7 @@ export function isFromCache({ tokens, cachedTokens }: Attachment): boolean {
 /** The conversation whose message is being written. */
 interface Holder {
   readonly attachments: Signal<readonly Attachment[]>;
+  readonly contextTokens: ReadonlySignal<number>;
 }
 
 /** Where a message would be sent, and the system prompt and tools before it. */
@@ -77,6 +78,12 @@ export class Attachments {
   readonly ready = computed(() => this.list.value.filter(({ state }) => state === "ready"));
   readonly isReading = computed(() => this.list.value.some(({ state }) => state === "reading"));
   readonly tokens = computed(() => this.ready.value.reduce((sum, { tokens }) => sum + tokens, 0));
+  /** Tokens that the next message may have; without limit while the model is unknown. */
+  readonly freeTokens = computed(() => {
+    const limit = this.maxTokens();
+    return limit > 0 ? limit - this.thread.value.contextTokens.value : Number.POSITIVE_INFINITY;
+  });
+  readonly fit = computed(() => this.tokens.value < this.freeTokens.value);
   private readonly sent = new WeakMap<object, readonly Attachment[]>();
   private queue: Promise<unknown> = Promise.resolve();
 

@@ -75,7 +75,7 @@ export class Chat {
       ...afterTools(),
       ...(systemPrompt.peek() ? { instructions: systemPrompt.peek() } : {}),
     });
-    this.attachments = new Attachments(this.thread, afterPrompt, () => this.maxTokens.peek());
+    this.attachments = new Attachments(this.thread, afterPrompt, () => this.maxTokens.value);
     this.prefill = new PrefillAhead(target, (frame) => this.socket.send(frame), this.attachments.ready);
     new Drafts(this.thread, this.prefill.text);
     this.liveSync = new LiveSync(this.socket, this.conversations, this.loader, this.streams, {

@@ -100,13 +100,12 @@ function Cost({ file }: { file: Attachment }) {
 function CostNote() {
   const chat = useChat();
   const tokens = chat.attachments.tokens.value;
-  const limit = chat.maxTokens.value;
-  const free = limit - chat.thread.value.contextTokens.value;
-  if (limit > 0 && tokens >= free) {
+  if (!chat.attachments.fit.value) {
     return (
       <p class="attachment-warning" role="alert">
-        Too long for the model: the files have {countTokens(tokens)}, and {free.toLocaleString("en")} of its{" "}
-        {limit.toLocaleString("en")} are free.
+        Too long for the model: the files have {countTokens(tokens)}, and{" "}
+        {chat.attachments.freeTokens.value.toLocaleString("en")} of its {chat.maxTokens.value.toLocaleString("en")} are
+        free.
       </p>
     );
   }

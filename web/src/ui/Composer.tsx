@@ -45,6 +45,10 @@ export function Composer() {
       announce("A file is still being read.");
       return;
     }
+    if (!attachments.fit.value) {
+      announce("The files are too long for the model.");
+      return;
+    }
     const message = text.value.trim();
     const files = attachments.take();
     text.value = "";
@@ -144,7 +148,7 @@ export function Composer() {
                   class="send"
                   aria-label="Stop the answer and send"
                   title="Stop the answer here and send (Enter)"
-                  disabled={!ready}
+                  disabled={!attachments.fit.value || !ready}
                 >
                   <Send />
                 </button>
@@ -156,7 +160,7 @@ export function Composer() {
               class="send"
               aria-label="Send"
               title="Send (Enter)"
-              disabled={!hasContent || attachments.isReading.value || !ready}
+              disabled={!hasContent || attachments.isReading.value || !attachments.fit.value || !ready}
             >
               <Send />
             </button>
