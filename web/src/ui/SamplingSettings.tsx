@@ -176,7 +176,7 @@ export function SchemaField({ schema, onSchema }: { schema: string; onSchema: (s
       {value !== null && <span class="hint">Answers match this schema.</span>}
       {error !== null && (
         <span class="ending-error" role="alert">
-          {error} It is not used.
+          {error.endsWith(".") ? error : `${error}.`} It is not used.
         </span>
       )}
     </label>

@@ -146,7 +146,7 @@ function menuItems(chat: ReturnType<typeof useChat>, head: WireConversation, ren
     head.metadata?.share === undefined
       ? [{ label: "Share a link", icon: <Share />, line: true, run: () => void share(chat, id) }]
       : [
-          { label: "Share a new link", icon: <Share />, line: true, run: () => void share(chat, id) },
+          { label: "Share a new link, end the old one", icon: <Share />, line: true, run: () => void share(chat, id) },
           { label: "Stop sharing", icon: <Close />, run: () => void stopSharing(chat, id) },
         ];
   return [
