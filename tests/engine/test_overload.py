@@ -57,8 +57,8 @@ def no_shares(patch: pytest.MonkeyPatch) -> str:
 
 
 def nothing_is_charged(patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(VirtualTokenCounter, "charge_output", lambda *_: None)
-    patch.setattr(VirtualTokenCounter, "charge_input", lambda *_: None)
+    patch.setattr(VirtualTokenCounter, "charge_start", lambda *_: None)
+    patch.setattr(VirtualTokenCounter, "charge_step", lambda *_: None)
     return "fair"
 
 
