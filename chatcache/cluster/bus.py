@@ -28,9 +28,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import redis
@@ -60,6 +60,7 @@ WORKERS = f"{PREFIX}workers"
 FROM, NUMBER, AFTER, COMMANDS, LOADS = b"from", b"number", b"after", b"commands", b"loads"
 
 Client = Any  # redis-py has no types
+Result = TypeVar("Result")
 Loads = dict[str, tuple[int, int]]
 """Load of a worker by gateway: prompt tokens to compute, and branches of its requests."""
 
@@ -70,6 +71,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     `name` stays the same when the process restarts. Workers of the same `numerics` compute the same logits to the bit
     in deterministic mode. A worker that `is_draining` finishes its requests and accepts no others. `loads`: those that
     the entries before reported. `received`: by gateway, the number of its last entry before which none is missing.
+    `num_renewals`: of the lease so far, so that a gateway knows whether `received` is newer than what it sent.
     """
 
     id: str
@@ -150,6 +152,14 @@ def outbox(worker: str) -> str:
     return f"{PREFIX}out:{worker}"
 
 
+async def retry(call: Callable[[], Awaitable[Result]]) -> Result:
+    """Return what `call` returns; repeat it through outages."""
+    while True:
+        with ignore_outages():
+            return await call()
+        await asyncio.sleep(RETRY_S)
+
+
 class Lease:
     """A key that exists as long as this process renews it.
 
@@ -190,14 +200,14 @@ class Lease:
                 await self._client.delete(self._key)
 
 
-class Answers:
-    """Times at which the server has answered."""
+class OutageMonitor:
+    """Notices outages by the times of the server's answers."""
 
     def __init__(self) -> None:
         self._last_s = time.monotonic()
         self._resumed_s = self._last_s - LEASE_S
 
-    def note(self) -> None:
+    def record_answer(self) -> None:
         """Record that the server has just answered."""
         now_s = time.monotonic()
         if now_s - self._last_s > LEASE_S / 2:
@@ -205,8 +215,8 @@ class Answers:
         self._last_s = now_s
 
     @property
-    def were_interrupted(self) -> bool:
-        """Whether there were no answers lately, so that leases have expired of processes that have not ended."""
+    def had_outage(self) -> bool:
+        """Whether an outage has just ended: leases have expired of processes that have not ended."""
         return time.monotonic() - self._resumed_s < LEASE_S
 
 

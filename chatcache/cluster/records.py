@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
@@ -182,15 +183,16 @@ class GatewayRecords:
         Another gateway has taken their records. If no gateway has a record, the other one has ended the request, or
         Redis has lost the record: `owns` decides, without it they are lost. Waits through outages.
         """
-        while True:
-            with bus.ignore_outages():
-                await take_records(self._client, old, new)
-                missing = self.names - await self._names_of(new)
-                taken: set[str] = set()
-                for gateway in await self._client.smembers(RECORDED) if missing else ():
-                    taken |= missing & await self._names_of(gateway.decode())
-                break
-            await asyncio.sleep(bus.RETRY_S)
+
+        async def move() -> tuple[set[str], set[str]]:
+            await take_records(self._client, old, new)
+            missing = self.names - await self._names_of(new)
+            taken: set[str] = set()
+            for gateway in await self._client.smembers(RECORDED) if missing else ():
+                taken |= missing & await self._names_of(gateway.decode())
+            return missing, taken
+
+        missing, taken = await bus.retry(move)
         lost = taken | {name for name in missing - taken if owns is None or not await owns(name)}
         self.names -= lost
         self.are_uncertain = True  # those that Redis has lost are stored again
@@ -216,11 +218,8 @@ async def read_outboxes(client: bus.Client, records: Sequence[RequestRecord]) ->
     for worker in sorted({attempt.worker for attempt in attempts}):
         own = [attempt for attempt in attempts if attempt.worker == worker]
         gateways = {attempt.gateway.encode(): attempt.gateway for attempt in own}
-        while True:
-            with bus.ignore_outages():
-                found[worker] = await _read_outbox(client, worker, gateways, min(attempt.entry for attempt in own))
-                break
-            await asyncio.sleep(bus.RETRY_S)
+        first = min(attempt.entry for attempt in own)
+        found[worker] = await bus.retry(partial(_read_outbox, client, worker, gateways, first))
     return found
 
 

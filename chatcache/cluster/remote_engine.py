@@ -38,11 +38,10 @@ from chatcache.cluster.remote_worker import (
     add_accounts,
     add_reports,
     best_explanation,
-    check_length,
     join_maps,
 )
 from chatcache.cluster.request_router import COST, RequestRouter, RoutedRequest
-from chatcache.engine_process.client import EngineClientBase
+from chatcache.engine_process.client import EngineClientBase, check_length
 from chatcache.engine_process.protocol import (
     Abort,
     Adopt,
@@ -112,9 +111,9 @@ class RemoteEngine:
         self._redis: bus.Client = None
         self._id = ""
         self._tasks: list[asyncio.Task[None]] = []
-        self._adoptions: set[asyncio.Task[None]] = set()
+        self._record_tasks: set[asyncio.Task[None]] = set()
         self._records = GatewayRecords(None)
-        self._answers = bus.Answers()
+        self._outages = bus.OutageMonitor()
         self._has_lease = asyncio.Event()
         self._loaded = asyncio.Event()
         self._error: ChatcacheError | None = None
@@ -169,7 +168,7 @@ class RemoteEngine:
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Leave the bus: the workers abort the requests of a gateway without a lease."""
-        tasks = [*self._tasks, *self._adoptions]
+        tasks = [*self._tasks, *self._record_tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -339,7 +338,8 @@ class RemoteEngine:
             worker.send(Submit(placed.calls[-1], placed.journal.resumed_request(), num_new))
         except ChatcacheError as error:  # it exceeds a frame
             self._end(placed, error)
-        placed.worker, placed.numerics, placed.is_answered = worker, worker.status.numerics, False
+        else:
+            placed.worker, placed.numerics, placed.is_answered = worker, worker.status.numerics, False
 
     def _add_call(self, placed: PlacedRequest) -> int:
         call = next(self._numbers)
@@ -500,13 +500,13 @@ class RemoteEngine:
     async def _update_workers(self) -> None:
         ids = sorted(each.decode() for each in await self._redis.smembers(bus.WORKERS))
         values = await self._redis.mget([bus.worker_key(each) for each in ids]) if ids else []
-        self._answers.note()
+        self._outages.record_answer()
         found = dict(zip(ids, values, strict=True))
         self._refused.intersection_update(ids)
         for worker in list(self._workers.values()):
             has_lease = bool(found.get(worker.id))
             if worker.is_lost or not has_lease:
-                is_at_fault = not worker.has_gap if has_lease else not self._answers.were_interrupted
+                is_at_fault = not worker.has_gap if has_lease else not self._outages.had_outage
                 await self._remove(worker, num_lost=int(is_at_fault))
         for each, value in found.items():
             status = bus.decode_status(value)
@@ -596,11 +596,11 @@ class RemoteEngine:
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
-        self._adoptions.add(task)
-        task.add_done_callback(self._on_adoption_end)
+        self._record_tasks.add(task)
+        task.add_done_callback(self._on_record_task_end)
 
-    def _on_adoption_end(self, task: asyncio.Task[None]) -> None:
-        self._adoptions.discard(task)
+    def _on_record_task_end(self, task: asyncio.Task[None]) -> None:
+        self._record_tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the records of requests cannot be processed", exc_info=error)
 
@@ -612,7 +612,7 @@ class RemoteEngine:
             self._start(self._adopt(await self._records.restore(self._id, [each.to_record() for each in recorded])))
         used = {each.worker for placed in self._requests.values() if placed.data for each in placed.attempts}
         await keep_outboxes(self._redis, used - self._workers.keys())
-        if self.on_adopt is None or self._answers.were_interrupted:
+        if self.on_adopt is None or self._outages.had_outage:
             return
         for gateway in await find_orphaned(self._redis):
             if gateway != self._id and (records := await self._records.take(gateway, self._id)):

@@ -26,12 +26,11 @@ from chatcache.engine_process.protocol import (
 from chatcache.engine_process.recovery import RequestJournal
 from chatcache.errors import (
     ChatcacheError,
-    ContextLengthError,
     InvalidRequestError,
     OverloadedError,
     RequestPoisonedError,
 )
-from chatcache.types.stats import Durations, EngineHealth, Explanation, ModelInfo, PageAccounts, PageMap, SlotUsage
+from chatcache.types.stats import Durations, EngineHealth, Explanation, PageAccounts, PageMap, SlotUsage
 
 log = logging.getLogger(__name__)
 
@@ -243,16 +242,6 @@ def add_reports(reports: Sequence[EngineHealth]) -> EngineHealth:
             parts = SlotUsage.__struct_fields__
             summed[name] = SlotUsage(**{part: sum(getattr(each, part) for each in values) for part in parts})
     return msgspec.structs.replace(first, **summed)
-
-
-def check_length(prompt: Sequence[int], model_info: ModelInfo) -> None:
-    """Raise: ContextLengthError for a prompt that is too long for the model."""
-    if len(prompt) > model_info.max_model_len:
-        raise ContextLengthError(
-            f"the prompt has {len(prompt)} tokens; "
-            f"this model's maximum context length is {model_info.max_model_len} tokens",
-            param="prompt",
-        )
 
 
 def join_maps(maps: Sequence[PageMap]) -> PageMap:

@@ -33,15 +33,33 @@ from chatcache.engine_process.protocol import (
     decode_error,
     decode_scores,
 )
-from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
+from chatcache.errors import ChatcacheError, ContextLengthError, InvalidRequestError, NotFoundError
 from chatcache.types.events import TERMINAL, EngineEvent, Failed, Started, Tokens
 from chatcache.types.request import GenerateRequest
-from chatcache.types.stats import EngineHealth, ExplainQuery, Explanation, PackedPrompt, PageAccounts, PageMap
+from chatcache.types.stats import (
+    EngineHealth,
+    ExplainQuery,
+    Explanation,
+    ModelInfo,
+    PackedPrompt,
+    PageAccounts,
+    PageMap,
+)
 
 RETENTION_S = 60.0
 PRUNE_EVENTS = 256
 _MAX_DECODED_EVENTS = 2 * PRUNE_EVENTS  # a reader that keeps up never decodes
 MAX_COUNT_BYTES = 4 * 8_192  # of prompt tokens in one CountCached command
+
+
+def check_length(prompt: Sequence[int], model_info: ModelInfo) -> None:
+    """Check that a prompt is not too long for the model. Raises: ContextLengthError."""
+    if len(prompt) > model_info.max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens; "
+            f"this model's maximum context length is {model_info.max_model_len} tokens",
+            param="prompt",
+        )
 
 
 class EventLog:

@@ -26,7 +26,7 @@ from typing import Any, cast
 import msgspec
 
 from chatcache.config import EngineConfig
-from chatcache.engine_process.client import EngineClientBase
+from chatcache.engine_process.client import EngineClientBase, check_length
 from chatcache.engine_process.protocol import (
     Boot,
     Command,
@@ -46,7 +46,7 @@ from chatcache.engine_process.protocol import (
     encode,
 )
 from chatcache.engine_process.recovery import RequestRecovery
-from chatcache.errors import ChatcacheError, ContextLengthError, EngineError, InvalidRequestError, OverloadedError
+from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, OverloadedError
 from chatcache.logs import LogFormat
 from chatcache.types.events import EngineEvent, SearchStep
 from chatcache.types.request import GenerateRequest
@@ -383,12 +383,8 @@ class EngineProcess:
             raise OverloadedError(
                 self._detail, code="engine_unavailable" if self.model_info or self._error else "model_loading"
             )
-        if self.model_info and len(prompt) > self.model_info.max_model_len:  # it might exceed a frame
-            raise ContextLengthError(
-                f"the prompt has {len(prompt)} tokens; "
-                f"this model's maximum context length is {self.model_info.max_model_len} tokens",
-                param="prompt",
-            )
+        if self.model_info:
+            check_length(prompt, self.model_info)  # a longer one might exceed a frame
 
     def _send(self, command: Command) -> None:
         """Send a command to the child.
