@@ -190,14 +190,8 @@ def _load(
 ) -> Runner:
     num_ranks = config.tensor_parallel_size
     config = _share_of_rank(config)
-    raw = read_config(folder)
-    eos = eos_token_ids(folder, raw)
     where = folder / "config.json"
-    if weights is None:
-        text, weights = open_text_tower(raw, open_weights(folder, raw), where)
-        weights = as_causal_lm(weights)
-        with as_model_folder_error(where):
-            raw = text if is_native(text, where) else raw
+    raw, eos, weights = _open_folder(folder, weights)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     check_quantization(config.quantization, device)
@@ -210,11 +204,12 @@ def _load(
     _configure_torch(device, dtype, weights.num_parameters * (1 if quantization != "none" else dtype.itemsize))
     if group is not None:
         torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
-    if quantization == "fp8":
-        make_linear: LinearFactory = Fp8LinearFactory(quantises=fp8 is None)
-    else:
-        num_bytes = weights.num_parameters * dtype.itemsize
-        make_linear = _linear_factory(config, folder, raw, num_bytes, dtype, device, backend)
+    num_bytes = weights.num_parameters * dtype.itemsize
+    make_linear = (
+        Fp8LinearFactory(quantises=fp8 is None)
+        if quantization == "fp8"
+        else _linear_factory(config, folder, raw, num_bytes, dtype, device, backend)
+    )
     network, max_model_len = _load_network(
         config, folder, raw, weights, dtype, device, make_linear, kernels, report, group
     )
@@ -273,6 +268,20 @@ def _load(
         group.start_serving()
     report(1.0, "model loaded")
     return runner
+
+
+def _open_folder(folder: Path, weights: WeightSource | None) -> tuple[dict[str, Any], tuple[int, ...], WeightSource]:
+    """Return config, end tokens and weights of a folder; of a model with towers, the text model's.
+
+    `weights`: as in `load_model`.
+    """
+    raw = read_config(folder)
+    eos, where = eos_token_ids(folder, raw), folder / "config.json"
+    if weights is not None:
+        return raw, eos, weights
+    text, weights = open_text_tower(raw, open_weights(folder, raw), where)
+    with as_model_folder_error(where):
+        return (text if is_native(text, where) else raw), eos, as_causal_lm(weights)
 
 
 def _share_of_rank(config: EngineConfig) -> EngineConfig:
