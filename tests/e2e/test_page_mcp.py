@@ -14,19 +14,15 @@ from tests.e2e.recorded_page import RecordedPage
 from tests.e2e.requirements import require
 from tests.e2e.test_page_axe import AXE, RUN
 from tests.gateway.scripted import ScriptedServer, scripted_server
-from tests.support.mcp_server import ToolServer, tool_server
+from tests.support.mcp_server import ToolServer, tools
 from tests.tokenizer.families import tokenizer_of
+
+__all__ = ["tools"]
 
 pytest.importorskip("mcp", reason="needs pip install 'chatcache[mcp]'")
 pytestmark = pytest.mark.slow
 
 ACTIONS = ".tool-call-actions"
-
-
-@pytest.fixture(scope="module")
-def tools() -> Iterator[ToolServer]:
-    with tool_server() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -27,19 +27,13 @@ from tests.gateway.documents import DOCS, command_lines
 from tests.gateway.keyed import give
 from tests.gateway.serving import Server, wait_until
 from tests.gateway.test_openapi import described
-from tests.support.mcp_server import ToolServer, served, tool_server
+from tests.support.mcp_server import ToolServer, served, tools
 from tests.support.ports import free_port
 
-__all__ = ["described"]
+__all__ = ["described", "tools"]
 
 pytest.importorskip("mcp", reason="needs pip install 'chatcache[mcp]'")
 SECRET = "tok-6d1f"
-
-
-@pytest.fixture(scope="module")
-def tools() -> Iterator[ToolServer]:
-    with tool_server() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -114,3 +115,10 @@ def tool_server() -> Iterator[ToolServer]:
             yield tools
         finally:
             tools.release.set()
+
+
+@pytest.fixture(scope="module")
+def tools() -> Iterator[ToolServer]:
+    """A server for the tests of a module, which import this fixture."""
+    with tool_server() as running:
+        yield running
