@@ -47,7 +47,9 @@ class LogitEdits:
         self._bannable = np.array([self._row[token] for token in bannable], dtype=np.intp)
         self._bias = bias
         self._num_initial = len(ids)
-        self._counts: dict[int, int] = {}  # by row: occurrences in the output, if not 0 of initial and 1 of later rows
+        self._counts: dict[
+            int, int
+        ] = {}  # by row: occurrences in the output; absent: 0 of initial rows, 1 of later ones
         self._set_table(edit_table(ids, 1.0, [bias.get(token, 0.0) for token in ids]))
         self._scale[: len(seen)] = self._repetition
         self._edit: EditTable | None = None  # the last one returned, while it is valid
@@ -96,7 +98,7 @@ class LogitEdits:
             self._ids[size] = token
             self._size = size + 1
             return
-        count = self._counts[row] = self._counts.get(row, row >= self._num_initial) + 1
+        count = self._counts[row] = self._counts.get(row, 0 if row < self._num_initial else 1) + 1
         self._scale[row] = self._repetition
         self._add[row] = self._bias.get(token, 0.0) - self._presence - self._frequency * count
 

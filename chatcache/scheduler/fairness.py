@@ -90,5 +90,5 @@ class VirtualTokenCounter:
         if step.decode_branches is not self._decode_branches:  # usually the same list as in the previous step
             self._decode_branches = step.decode_branches
             self._num_decode_branches = Counter(branch.request.namespace for branch in self._decode_branches)
-        for namespace, count in self._num_decode_branches.items():
+        for namespace, count in self._num_decode_branches.items():  # `charge_output`, without a call in every step
             self._counters[namespace] = self[namespace] + OUTPUT_WEIGHT * count

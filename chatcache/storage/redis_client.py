@@ -302,7 +302,7 @@ class GatewayHeartbeats:
         self._lease_s = lease_s
         self.process = self._process = secrets.token_hex(8)
         self._own_responses: set[str] = set()
-        self._given_up: dict[str, float] = {}  # when this process stopped to run a response, in monotonic seconds
+        self._given_up: dict[str, float] = {}  # when this process stopped running a response, in monotonic seconds
         self.leaves_responses = False  # to another process, which takes them over soon
         self._loop_task: asyncio.Task[None] | None = None
 

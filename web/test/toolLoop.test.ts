@@ -348,7 +348,7 @@ describe("cards", () => {
     expect(last().input).toEqual([output("call_1_0", "written")]);
   });
 
-  test("Decline tells the model, without a call", async () => {
+  test("Decline is the result of the call, which is not run", async () => {
     chat.send("Write");
     await answerWith("", ["docs.write", "{}"]);
     await show();

@@ -95,8 +95,7 @@ class PackedLogprobs:
 
     def num_json_bytes(self, start: int, end: int) -> int:
         """Return about how long the JSON of entries is."""
-        bounds = self._bounds(start, end)
-        return (bounds[-1] - bounds[0]) * _JSON_BYTES
+        return (self._num_values(end) - self._num_values(start)) * _JSON_BYTES
 
     def read(self, start: int, end: int) -> Iterator[bytes]:
         """Yield the JSON of entries in small pieces, without the brackets around it; more may be added meanwhile."""
@@ -107,7 +106,11 @@ class PackedLogprobs:
 
     def _bounds(self, start: int, end: int) -> list[int]:
         """Return where entries begin in `ids` and `values`, and where the last one ends."""
-        return [self._ends[start - 1] if start else 0, *self._ends[start:end]]
+        return [self._num_values(start), *self._ends[start:end]]
+
+    def _num_values(self, num_entries: int) -> int:
+        """Return how many ids and values the first entries have."""
+        return self._ends[num_entries - 1] if num_entries else 0
 
     def _encode(self, bounds: Sequence[int]) -> bytes:
         """Encode entries. An entry can have twenty alternatives, so the parts of each token are encoded once."""

@@ -55,7 +55,7 @@ export async function runCall(
     const { output, is_error, seconds } = await callMcpTool(request, abort.signal);
     setRun(answer, call, { phase: "done", output, isError: is_error, seconds });
   } catch (error) {
-    const needsUser = error instanceof RequestError && error.code === "confirmation_required"; // since a short while
+    const needsUser = error instanceof RequestError && error.code === "confirmation_required"; // changed by the operator
     if (needsUser) void host.toolServers.load().catch(() => {});
     if (needsUser || abort.signal.aborted) {
       setRun(answer, call, null);
@@ -80,7 +80,7 @@ export function declineCall(host: ToolHost, thread: Thread, answer: Message, cal
   void continueAnswer(host, thread, answer);
 }
 
-/** Send the results of all calls, if each has one and the answer has not gone on. */
+/** Send the results of all calls, if each has one and nothing follows the answer. */
 export async function continueAnswer(host: ToolHost, thread: Thread, answer: Message): Promise<void> {
   const outputs = answer.calls.value.flatMap((call) => outputOf(host, answer, call) ?? []);
   if (outputs.length < answer.calls.value.length || !isLast(thread, answer)) return;

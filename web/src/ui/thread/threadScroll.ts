@@ -147,7 +147,7 @@ export class ThreadScroll {
     this.restorePosition();
     const row = this.rows.get(key);
     if (!row) return;
-    // keep the focus in the branch map and in the search, where the next key goes on
+    // keep the focus in the branch map and in the search, which take the next key
     if (!document.activeElement?.closest(".side-panel, .find")) row.focus({ preventScroll: true });
     row.classList.add("row-highlight");
     setTimeout(() => row.classList.remove("row-highlight"), HIGHLIGHT_MS);
