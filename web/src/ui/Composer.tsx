@@ -1,7 +1,6 @@
 // The message box with its controls: system prompt, number of answers, settings, cache badge, context meter.
 
-import { useSignalEffect } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { announce } from "../app/notifications";
 import { allPrompts, findPrompt } from "../app/prompts";
 import { MAX_N, sampling, setSampling, systemPrompt } from "../app/settings";
@@ -32,12 +31,12 @@ export function Composer() {
     box.style.height = `${Math.min(MAX_HEIGHT_PX, box.scrollHeight)}px`;
   };
   useEffect(() => area.current?.focus(), [chat.thread.value]);
-  useSignalEffect(() => {
+  useLayoutEffect(() => {
     const box = area.current;
     if (!box || box.value === text.value) return;
-    box.value = text.value; // not typed: a draft, or the text of a message that was refused
+    box.value = text.value; // not typed: a draft, a saved prompt, or the text of a message that was refused
     resize();
-  });
+  }, [text.value]); // before the next key: it would replace the new text
   const hasContent = text.value.trim() !== "" || attachments.ready.value.length > 0;
   const send = (queue = false) => {
     if (!hasContent || !ready) return;
