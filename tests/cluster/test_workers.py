@@ -272,7 +272,7 @@ async def test_killed_engine_of_a_worker_is_resumed_there(server: RedisServer) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_poison", "num_good"), [(4, 20), pytest.param(10, 200, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("num_poison", "num_good"), [(2, 20), pytest.param(10, 200, marks=pytest.mark.long)])
 async def test_requests_that_crash_engines_fail_alone(num_poison: int, num_good: int, server: RedisServer) -> None:
     """Each crashes two engines at most, all workers together; it is not tried on another worker after that."""
     good = [make_request(number, 30) for number in range(num_good)]
@@ -284,7 +284,7 @@ async def test_requests_that_crash_engines_fail_alone(num_poison: int, num_good:
             await crowd.begin()
             await crowd.end()
         num_restarts = [each.engine.num_restarts for each in (first, second)]
-    assert min(num_restarts) > 0 and sum(num_restarts) <= 2 * num_poison
+    assert 0 < sum(num_restarts) <= 2 * num_poison
     for name, events in crowd.events.items():
         if name in expected:
             check_same(events, expected[name])
