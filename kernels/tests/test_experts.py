@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 from chatcache_kernels import cpu, reference, triton
+from chatcache_kernels.cpu import expert_layer, int8, vnni
 from chatcache_kernels.cpu import experts as cpu_experts
-from chatcache_kernels.cpu import int8, vnni
 from chatcache_kernels.cpu.bf16 import has_amx
 from chatcache_kernels.cpu.compact import compact_weights
 from chatcache_kernels.experts import ExpertWeights
@@ -38,6 +38,8 @@ def route(num_tokens: int, kind: str, device: str = "cpu") -> tuple[Tensor, Tens
     """Return expert ids and weights [num_tokens, NUM_CHOICES]; the last expert never has tokens."""
     order = torch.rand(num_tokens, NUM_EXPERTS - 1, device=device).argsort(1)
     ids = order[:, :NUM_CHOICES].contiguous()
+    if kind == "even":
+        ids = torch.arange(num_tokens * NUM_CHOICES, device=device).view(num_tokens, NUM_CHOICES) % (NUM_EXPERTS - 1)
     if kind == "same":
         ids = torch.tensor([[4, 1, 9]], device=device).repeat(num_tokens, 1)
     weights = torch.rand(num_tokens, NUM_CHOICES, device=device)
@@ -103,6 +105,41 @@ def test_cpu_experts_equal_reference(num_tokens: int, kind: str, dtype: torch.dt
         if num_tokens == 1:  # the panels are not read
             up, down = (replace(each, weight=torch.zeros_like(each.weight)) for each in (up, down))
             assert torch.equal(cpu.grouped_experts(x, ids, weights.to(dtype), up, down, cpu.silu_mul), from_compact)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "inner", "has_compact"),
+    [(301, 64, False), (301, 32, True), (11, 32, True)],  # more outputs of `up`; of `down`; few enough for the copy
+)
+def test_cpu_layer_in_one_launch_equals_its_parts(
+    num_tokens: int, inner: int, has_compact: bool, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one launch is for tiles that keep all threads busy; uneven ones are multiplied in parts."""
+    sizes: list[int] = []  # of the longest tiles of each launch
+    one_launch = expert_layer.multiply_tiles
+
+    def multiply_tiles(
+        x: Tensor, tokens: Tensor, tiles: Tensor, tile_tokens: int, up: ExpertWeights, down: ExpertWeights
+    ) -> Tensor:
+        sizes.append(tile_tokens)
+        return one_launch(x, tokens, tiles, tile_tokens, up, down)
+
+    monkeypatch.setattr(expert_layer, "multiply_tiles", multiply_tiles)
+    torch.set_num_threads(2)
+    layer, x = make_layer(torch.bfloat16, inner=inner), torch.randn(num_tokens, WIDTH).bfloat16()
+    up, down = pack(cpu, layer, has_bias=has_bias)
+    if has_compact:
+        up, down = (
+            replace(each, compact=compact_weights(weight)) for each, weight in zip((up, down), layer[::2], strict=True)
+        )
+    for kind in ("even", "same"):
+        ids, weights = route(num_tokens, kind)
+        got = cpu.grouped_experts(x, ids, weights, up, down, cpu.silu_mul)
+        assert len(sizes) == 1, "one launch for even tiles only"
+        parts = cpu.grouped_experts(x, ids, weights, up, down, lambda both: cpu.silu_mul(both))
+        assert torch.equal(got, parts)
 
 
 @pytest.mark.usefixtures("poisoned_memory")

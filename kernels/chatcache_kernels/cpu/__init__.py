@@ -12,7 +12,8 @@ launch), `batch_invariant`.
 
 from .attention import paged_attention
 from .attention_shared import prepare
-from .experts import grouped_experts, pack_experts
+from .expert_layer import grouped_experts
+from .experts import pack_experts
 from .fused import add_rms_norm, gated_rms_norm, rms_norm, silu_mul
 from .latent import allocate_latent_pages, latent_attention, read_latents, write_latents
 from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out

@@ -24,7 +24,8 @@ from ..types import AttentionBatch, HeadNorms, KVPages, LatentPages
 from . import fused, latent, rope
 from .attention import decode_attention
 from .attention_decode import MAX_DECODE_QUERIES, SPLIT_TOKENS, max_item_queries, num_partial_floats, register_lanes
-from .experts import grouped_experts, pack_experts
+from .expert_layer import grouped_experts
+from .experts import pack_experts
 from .latent import allocate_latent_pages, read_latents, write_latents
 from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out
 from .recurrent import causal_conv, gated_delta_rule, ssd_scan

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: one product for the tokens of each expert, all in one launch.
+"""Parts of mixture-of-experts layers: one product for the tokens of each expert, all in one launch; routing; sums.
 
 The panels and the ways to multiply are those of `matmul`, `vnni` and `int8`. An item is one panel of 32 outputs of one
 expert for a tile of its tokens. Threads take items from one counter, so they get equal work whatever the routing, and a
@@ -19,13 +19,12 @@ from numba import carray, types
 from torch import Tensor
 from torch.nn import functional
 
-from .. import experts as reference
-from ..experts import Activation, Allocate, ExpertWeights, empty, plain_weights
+from ..experts import Allocate, ExpertWeights, empty, plain_weights
 from . import int8, matmul, vnni
 from .bf16 import CONFIG_BYTES, has_amx, has_avx512_bf16, tile_configure, tile_release
 from .int8 import has_avx512_vbmi, quantise
 from .launch import Launch, choose_num_threads, compile_kernel, define_job, helper
-from .matmul import GROUP_TOKENS, PANEL, SCRATCH_FLOATS
+from .matmul import GROUP_TOKENS, LINE_BYTES, PANEL, SCRATCH_FLOATS
 from .simd import (
     BFLOAT16,
     FLOAT32,
@@ -113,22 +112,6 @@ def _keep(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def _int8_unit(dtype: torch.dtype) -> str:
     return "vnni" if dtype == torch.bfloat16 and vnni.has_avx512_vnni() else "floats"
-
-
-def grouped_experts(
-    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, up: ExpertWeights, down: ExpertWeights, activate: Activation
-) -> Tensor:
-    """Apply the experts that a router chose for each token, and add their results with the router's weights.
-
-    Shapes: x [num_tokens, in], expert_ids (integers), expert_weights [num_tokens, k] -> [num_tokens, out].
-    """
-    num_pairs = expert_ids.numel()
-    if not num_pairs or x.dtype not in KINDS or down.num_outputs % LANES:
-        return reference.grouped_experts(x, expert_ids, expert_weights, up, down, activate)
-    order, tokens, tiles = plan_pairs(expert_ids, len(up.weight), choose_tile_tokens(up.num_inputs))
-    hidden = activate(_multiply(x, tokens, up, tiles))
-    y = _multiply(hidden, None, down, tiles)
-    return combine(y, order, expert_weights)
 
 
 def plan_pairs(expert_ids: Tensor, num_experts: int, tile_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -298,7 +281,7 @@ def panel_kernel() -> Launch:
     return _tile_kernel(has_avx512_bf16()) if has_amx() else _pair_kernel(has_avx512_bf16())
 
 
-def _multiply(x: Tensor, tokens: Tensor | None, weights: ExpertWeights, tiles: Tensor) -> Tensor:
+def multiply(x: Tensor, tokens: Tensor | None, weights: ExpertWeights, tiles: Tensor) -> Tensor:
     """Multiply sorted rows with the weights of their experts.
 
     Shapes: x [num_tokens, in]; with `tokens` [num_pairs] row i is x[tokens[i]] -> [num_pairs, out].
@@ -374,6 +357,29 @@ def _enter_tile(job: Any, mine: Any, tile: int, bias_size: int, out_size: int) -
     mine.compact = job.compact + expert * job.compact_bytes if job.compact != 0 else 0
 
 
+@helper
+def multiply_panel(tiled: bool, native: bool, job: Any, panel: int, scratch: int, configs: int, configured: int) -> int:
+    """Multiply the tokens of a TILE_JOB with a panel; return the number of tokens that AMX is configured for.
+
+    `tiled` (a literal): use AMX, with the `configs` of `group_configs`; `configured` tokens before. AMX is fast enough
+    to wait for memory, so the next panel is prefetched. `scratch`: address of SCRATCH_FLOATS floats. `native`: as in
+    `matmul`.
+    """
+    if not tiled or matmul.reads_compact(job):
+        matmul.multiply_pairs(native, job, 0, job.num_tokens, panel, scratch)
+        return configured
+    panel_bytes, num_groups = 2 * PANEL * job.num_inputs, (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS
+    ahead, num_lines = job.weight + (panel + 1) * panel_bytes, max(1, PANEL // num_groups)
+    for token in range(0, job.num_tokens, GROUP_TOKENS):
+        count = min(GROUP_TOKENS, job.num_tokens - token)
+        if count != configured:
+            tile_configure(configs + count * CONFIG_BYTES)
+            configured = count
+        matmul.multiply_group(native, job, token, panel, scratch, ahead, num_lines)
+        ahead += num_lines * LINE_BYTES * (job.num_inputs // PANEL)
+    return configured
+
+
 @cache
 def _pair_kernel(native: bool) -> Launch:
     """Return the launcher of the bf16 kernel that does not need AMX. Its argument record is an EXPERTS_JOB.
@@ -413,16 +419,7 @@ def _tile_kernel(native: bool) -> Launch:
         while item < tiles[0] * num_panels:
             tile, panel = divmod(item, num_panels)
             _enter_tile(job, mine, tile, 2, 2)
-            if matmul.reads_compact(mine):
-                matmul.multiply_pairs(native, mine, 0, mine.num_tokens, panel, scratch + JOB_BYTES)
-                item = fetch_add(address, 0, 1)
-                continue
-            for token in range(0, mine.num_tokens, GROUP_TOKENS):
-                count = min(GROUP_TOKENS, mine.num_tokens - token)
-                if count != configured:
-                    tile_configure(job.configs + count * CONFIG_BYTES)
-                    configured = count
-                matmul.multiply_group(native, mine, token, panel, scratch + JOB_BYTES)
+            configured = multiply_panel(True, native, mine, panel, scratch + JOB_BYTES, job.configs, configured)
             item = fetch_add(address, 0, 1)
         if configured > 0:
             tile_release()

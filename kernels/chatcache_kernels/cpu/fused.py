@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import reference
 from .bf16 import exp2_approx, has_avx512_bf16, reciprocal_approx
-from .launch import Launch, choose_num_threads, compile_kernel, define_job
+from .launch import Launch, choose_num_threads, compile_kernel, define_job, helper
 from .simd import (
     BFLOAT16,
     KINDS,
@@ -234,6 +234,26 @@ def gate_kernel(kind: int) -> Launch:
     return compile_kernel(kernel)
 
 
+@helper
+def silu_row(coarse: bool, gate_up: Any, out: Any, row: int, width: int) -> None:
+    """Write silu(gate) * up of one row.
+
+    `coarse` (a literal): use approximations within bf16 precision, in half the time.
+    Shapes: gate_up [rows, 2 * width], gate first; out [rows, width].
+    """
+    zero = zeros(LANES)
+    one, minus_log2e = splat(zero, np.float32(1.0)), splat(zero, np.float32(-LOG2E))
+    most = splat(zero, np.float32(126.0))
+    for i in range(0, width, LANES):
+        gate, up = load(zero, gate_up, 2 * row * width + i), load(zero, gate_up, (2 * row + 1) * width + i)
+        power = minimum(mul(gate, minus_log2e), most)
+        if coarse:
+            value = mul(mul(gate, reciprocal_approx(add(one, exp2_approx(power)))), up)
+        else:
+            value = mul(div(gate, add(one, exp2(power))), up)
+        store(out, row * width + i, value)
+
+
 def silu_kernel(kind: int, quantise: bool = False) -> Launch:
     """Return the launcher of the gated SiLU kernel. Its argument record is a SILU_JOB.
 
@@ -246,26 +266,16 @@ def silu_kernel(kind: int, quantise: bool = False) -> Launch:
 def _silu_kernel(kind: int, coarse: bool, quantise: bool) -> Launch:
     """Return the launcher of the gated SiLU kernel for one element type.
 
-    `coarse`: use approximations within bf16 precision, in half the time.
+    `coarse`: as in `silu_row`.
     """
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, SILU_JOB)[0]
-        zero, width = zeros(LANES), job.width
+        width = job.width
         gate_up, out = pointer(kind, job.gate_up), pointer(kind, job.out)
-        one, minus_log2e = splat(zero, np.float32(1.0)), splat(zero, np.float32(-LOG2E))
-        most = splat(zero, np.float32(126.0))
         row = fetch_add(address, 0, job.rows_per_item)
         while row < job.num_rows:
-            for i in range(0, width, LANES):
-                gate = load(zero, gate_up, 2 * row * width + i)
-                up = load(zero, gate_up, (2 * row + 1) * width + i)
-                power = minimum(mul(gate, minus_log2e), most)
-                if coarse:
-                    value = mul(mul(gate, reciprocal_approx(add(one, exp2_approx(power)))), up)
-                else:
-                    value = mul(div(gate, add(one, exp2(power))), up)
-                store(out, row * width + i, value)
+            silu_row(coarse, gate_up, out, row, width)
             if quantise:
                 quantise_row(job.out, row, width, job.quantised)
             row += 1

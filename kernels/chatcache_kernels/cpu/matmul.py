@@ -32,6 +32,7 @@ from .bf16 import (
     has_amx,
     has_avx512_bf16,
     store_bf16,
+    store_bf16_pair,
     tile_clear,
     tile_config,
     tile_configure,
@@ -56,6 +57,7 @@ from .simd import (
     fetch_add,
     load,
     pointer,
+    prefetch,
     simd_intrinsic,
     vector_type,
     zeros,
@@ -63,6 +65,7 @@ from .simd import (
 
 PANEL = 32  # outputs of an item, and inputs of a step
 GROUP_TOKENS = 2 * TILE_ROWS  # tokens of an item
+LINE_BYTES = 64
 SCRATCH_FLOATS = 4 * TILE_BYTES // 4  # per thread
 BLOCK_BYTES, MIN_BLOCK_GROUPS = 1 << 20, 4  # of tokens that stay in a core's cache while all panels are read
 
@@ -223,10 +226,13 @@ def reads_compact(job: Any) -> bool:
 
 
 @helper
-def multiply_group(native: bool, job: Any, token: int, panel: int, scratch: int) -> None:
+def multiply_group(
+    native: bool, job: Any, token: int, panel: int, scratch: int, ahead: int = 0, num_lines: int = 0
+) -> None:
     """Multiply a group of up to 32 tokens with a panel of 32 outputs, using AMX.
 
-    Tiles 0-3: sums; 4-5: tokens; 6-7: weights. `scratch`: address of SCRATCH_FLOATS floats.
+    Tiles 0-3: sums; 4-5: tokens; 6-7: weights. `scratch`: address of SCRATCH_FLOATS floats. Each step of 32 inputs
+    prefetches the next `num_lines` cache lines from `ahead` on.
     """
     stride = 2 * job.num_inputs
     x, weight = job.x + token * stride, job.weight + panel * PANEL * stride
@@ -245,26 +251,16 @@ def multiply_group(native: bool, job: Any, token: int, panel: int, scratch: int)
             tile_load(5, x + 64 * step + TILE_ROWS * stride, stride)
             tile_dot(2, 5, 6)
             tile_dot(3, 5, 7)
+        for _ in range(num_lines):
+            prefetch(pointer(FLOAT32, ahead), 0)
+            ahead += LINE_BYTES
         weight += 2 * TILE_BYTES
     tile_store(0, scratch, 128)
     tile_store(1, scratch + 64, 128)
     if more:
         tile_store(2, scratch + 2 * TILE_BYTES, 128)
         tile_store(3, scratch + 2 * TILE_BYTES + 64, 128)
-    sums, zero = pointer(FLOAT32, scratch), zeros(16)
-    for row in range(min(GROUP_TOKENS, job.num_tokens - token)):
-        for half in range(2):
-            _write_outputs(
-                native, job, token + row, panel * PANEL + 16 * half, load(zero, sums, row * PANEL + 16 * half)
-            )
-
-
-@helper
-def _write_outputs(native: bool, job: Any, token: int, output: int, value: Any) -> None:
-    """Add the bias to 16 sums of a token and store them as outputs in bf16."""
-    if job.bias != 0:
-        value = add(value, load(value, pointer(BFLOAT16, job.bias), output))
-    store_bf16(native, pointer(BFLOAT16, job.out), token * job.num_outputs + output, value)
+    _write_block(native, job, token, min(GROUP_TOKENS, job.num_tokens - token), panel, scratch)
 
 
 @cache
@@ -324,11 +320,18 @@ def multiply_pairs(native: bool, job: Any, token: int, end: int, panel: int, sum
 @helper
 def _write_block(native: bool, job: Any, token: int, count: int, panel: int, sums: int) -> None:
     """Write the outputs of `count` tokens for one panel from their sums [count, 32] float32."""
-    source, zero = pointer(FLOAT32, sums), zeros(16)
+    source, zero, bias = pointer(FLOAT32, sums), zeros(16), pointer(BFLOAT16, job.bias)
+    out, first, has_bias = pointer(BFLOAT16, job.out), panel * PANEL, job.bias != 0
     for row in range(count):
-        for half in range(0, PANEL, 16):
-            value = load(zero, source, row * PANEL + half)
-            _write_outputs(native, job, token + row, panel * PANEL + half, value)
+        low, high = load(zero, source, row * PANEL), load(zero, source, row * PANEL + 16)
+        if has_bias:
+            low, high = add(low, load(zero, bias, first)), add(high, load(zero, bias, first + 16))
+        at = (token + row) * job.num_outputs + first
+        if native:
+            store_bf16_pair(out, at, low, high)
+        else:
+            store_bf16(native, out, at, low)
+            store_bf16(native, out, at + 16, high)
 
 
 @simd_intrinsic

@@ -1,0 +1,145 @@
+"""Mixture-of-experts layers: in one launch for many tokens, else one launch for each part.
+
+In the one launch an item is a tile of tokens of one expert. A thread gathers its inputs, multiplies them with the
+weights of `up`, applies gated SiLU and multiplies with the weights of `down`. What is between stays in the thread's own
+scratch, which the cache of a core holds; between launches it would go through memory, and be more than the weights.
+Both ways compute the same, to the bit.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from numba import carray
+from torch import Tensor
+
+from .. import experts as reference
+from ..experts import Activation, ExpertWeights
+from . import experts
+from .bf16 import has_amx, has_avx512_bf16, tile_release
+from .experts import JOB_BYTES, PANEL_SCRATCH_BYTES, TILE_JOB, group_configs, multiply_panel, void_pointer
+from .fused import silu_mul, silu_row
+from .launch import Launch, compile_kernel, define_job, helper
+from .matmul import PANEL
+from .simd import BFLOAT16, FLOAT32, INT64, KINDS, fetch_add, load, pointer, store, zeros
+
+MIN_WORK = 4  # of each thread, in longest tiles: threads wait at most for one of them at the end
+LANES = 16
+
+LAYER_JOB, _PACK_LAYER = define_job(
+    "x tokens tiles up up_bytes up_bias up_compact up_compact_bytes down down_bytes down_bias down_compact"
+    " down_compact_bytes y scratch scratch_bytes tile_tokens configs num_inputs width num_outputs"
+)
+"""Addresses of contiguous arrays and sizes; biases and compact weights may be 0. width: inputs of `down`.
+
+scratch: for each thread a TILE_JOB, sums, and for a tile its inputs, its outputs of either product and its inputs of
+`down`.
+"""
+
+
+def grouped_experts(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, up: ExpertWeights, down: ExpertWeights, activate: Activation
+) -> Tensor:
+    """Apply the experts that a router chose for each token, and add their results with the router's weights.
+
+    Shapes: x [num_tokens, in], expert_ids (integers), expert_weights [num_tokens, k] -> [num_tokens, out].
+    """
+    if not expert_ids.numel() or x.dtype not in KINDS or down.num_outputs % LANES:
+        return reference.grouped_experts(x, expert_ids, expert_weights, up, down, activate)
+    tile_tokens = experts.choose_tile_tokens(up.num_inputs)
+    places, tokens, tiles = experts.plan_pairs(expert_ids, len(up.weight), tile_tokens)
+    if activate is silu_mul and up.form == down.form == "panels" and up.num_outputs == 2 * down.num_inputs:
+        longest = longest_tile(tiles)
+        if MIN_WORK * torch.get_num_threads() * longest <= len(tokens):
+            return experts.combine(multiply_tiles(x, tokens, tiles, longest, up, down), places, expert_weights)
+    hidden = activate(experts.multiply(x, tokens, up, tiles))
+    return experts.combine(experts.multiply(hidden, None, down, tiles), places, expert_weights)
+
+
+def longest_tile(tiles: Tensor) -> int:
+    """Return the most tokens of a tile of `plan_pairs`."""
+    used = tiles[1 : 1 + int(tiles[0, 0])]
+    return int((used[:, 2] - used[:, 1]).max())
+
+
+def multiply_tiles(
+    x: Tensor, tokens: Tensor, tiles: Tensor, tile_tokens: int, up: ExpertWeights, down: ExpertWeights
+) -> Tensor:
+    """Return down(silu(gate) * up) of each pair, sorted by expert, where gate and up are the outputs of `up`.
+
+    Shapes: x [num_tokens, in] bf16 -> [num_pairs, out]; tokens, tiles: of `plan_pairs`, with at most `tile_tokens`.
+    """
+    x, threads = x.contiguous(), torch.get_num_threads()
+    row_numbers = up.num_inputs + max(up.num_outputs, down.num_outputs) + down.num_inputs
+    each = PANEL_SCRATCH_BYTES + 2 * tile_tokens * row_numbers
+    scratch, y = (
+        torch.empty(threads * each, dtype=torch.uint8),
+        torch.empty(len(tokens), down.num_outputs, dtype=x.dtype),
+    )
+    job = _PACK_LAYER.pack(
+        0, 0, x.data_ptr(), tokens.data_ptr(), tiles.data_ptr(), *_fields(up), *_fields(down), y.data_ptr(),
+        scratch.data_ptr(), each, tile_tokens, group_configs().data_ptr(), up.num_inputs, down.num_inputs,
+        down.num_outputs,
+    )  # fmt: skip
+    layer_kernel(has_amx(), has_avx512_bf16())(job, threads)
+    return y
+
+
+def _fields(w: ExpertWeights) -> tuple[int, ...]:
+    """Return the fields of a LAYER_JOB for one of its linear layers."""
+    bias = 0 if w.bias is None else w.bias.data_ptr()
+    return w.weight.data_ptr(), w.weight.stride(0) * w.weight.element_size(), bias, *experts.compact_fields(w).values()
+
+
+@cache
+def layer_kernel(tiled: bool, native: bool) -> Launch:
+    """Return the launcher of `multiply_tiles`. Its argument record is a LAYER_JOB.
+
+    `tiled`: use AMX; `native`: as in `matmul`.
+    """
+
+    def kernel(address: Any) -> None:
+        job = carray(address, 1, LAYER_JOB)[0]
+        tiles, item, thread = pointer(INT64, job.tiles), fetch_add(address, 0, 1), fetch_add(address, 1, 1)
+        scratch = job.scratch + thread * job.scratch_bytes
+        rows, sums = scratch + PANEL_SCRATCH_BYTES, scratch + JOB_BYTES
+        hidden = rows + 2 * job.tile_tokens * job.num_inputs
+        out = hidden + 2 * job.tile_tokens * job.width
+        mine, configured = carray(void_pointer(scratch), 1, TILE_JOB)[0], 0
+        while item < tiles[0]:
+            expert, first, end = tiles[3 * item + 3], tiles[3 * item + 4], tiles[3 * item + 5]
+            mine.num_tokens = end - first
+            for row in range(end - first):
+                token = pointer(INT64, job.tokens)[first + row]
+                _copy(job.x, token * job.num_inputs, rows, row * job.num_inputs, job.num_inputs)
+            mine.x, mine.out, mine.num_inputs, mine.num_outputs = rows, out, job.num_inputs, 2 * job.width
+            mine.weight = job.up + expert * job.up_bytes
+            mine.bias = job.up_bias + 4 * expert * job.width if job.up_bias != 0 else 0
+            mine.compact = job.up_compact + expert * job.up_compact_bytes
+            for panel in range(2 * job.width // PANEL):
+                configured = multiply_panel(tiled, native, mine, panel, sums, job.configs, configured)
+            for row in range(end - first):
+                silu_row(native, pointer(BFLOAT16, out), pointer(BFLOAT16, hidden), row, job.width)
+            mine.x, mine.num_inputs, mine.num_outputs = hidden, job.width, job.num_outputs
+            mine.weight = job.down + expert * job.down_bytes
+            mine.bias = job.down_bias + 2 * expert * job.num_outputs if job.down_bias != 0 else 0
+            mine.compact = job.down_compact + expert * job.down_compact_bytes
+            for panel in range(job.num_outputs // PANEL):
+                configured = multiply_panel(tiled, native, mine, panel, sums, job.configs, configured)
+            # in one piece: panels would write a line of each row at a time, and wait for memory
+            _copy(out, 0, job.y, first * job.num_outputs, (end - first) * job.num_outputs)
+            item = fetch_add(address, 0, 1)
+        if configured > 0:
+            tile_release()
+
+    return compile_kernel(kernel)
+
+
+@helper
+def _copy(source: int, at: int, target: int, to: int, count: int) -> None:
+    """Copy `count` bf16 numbers, a multiple of 2 * LANES, from number `at` of `source` to number `to` of `target`."""
+    numbers, out, zero = pointer(FLOAT32, source), pointer(FLOAT32, target), zeros(LANES)
+    for i in range(0, count // 2, LANES):
+        store(out, to // 2 + i, load(zero, numbers, at // 2 + i))
