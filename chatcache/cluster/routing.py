@@ -15,7 +15,7 @@ The term with n U c is the time for which the running replies of w wait for this
 **Discount.** A prefix that many prompts share (a system prompt) is an investment: computed on another worker once, it
 serves all later requests there. If it counted in full, its first holder would win whenever nothing is running, and
 an idle cluster would send everything to one worker. Tokens before a place with f different continuations count
-kappa(f) = max(0.2, 1 / (1 + (f - 1) / 4)) times. The private history of a conversation has f = 1 and counts in full.
+kappa(f) = max(1/9, 1 / (1 + (f - 1) / 2)) times. The private history of a conversation has f = 1 and counts in full.
 A prefix with MAX_CONTINUATIONS of them and a single holder does not count at all: its second copy is free. So two idle
 workers share requests that never overlap, and the loss of one worker does not lose a popular prefix.
 
@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from chatcache.cluster.placement import MAX_CONTINUATIONS, Boundary, Place
 
-MIN_DISCOUNT = 0.2
+MIN_DISCOUNT = 1 / 9  # of MAX_CONTINUATIONS
 EQUAL_SPEED = 0.5  # share of the median
 DEFAULT_SECONDS = 0.001  # per token, while no worker has measured any
 
@@ -59,7 +59,7 @@ class RoutingWeights:
     interference: float = 0.2
     eviction: float = 0.5
     min_discount: float = MIN_DISCOUNT
-    decode_horizon: int = 30
+    decode_horizon: int = 10
     num_samples: int = 8
 
 
@@ -247,7 +247,7 @@ def _hash64(data: bytes) -> int:
 
 def discount(num_continuations: int, min_discount: float = MIN_DISCOUNT) -> float:
     """Return kappa(f), the share with which tokens of a prefix with f continuations count."""
-    return max(min_discount, 1 / (1 + max(0, num_continuations - 1) / 4))
+    return max(min_discount, 1 / (1 + max(0, num_continuations - 1) / 2))
 
 
 def _place_discount(place: Place, min_discount: float) -> float:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.cluster.placement import Boundary, MemoryPlacementIndex, Place
+from chatcache.cluster.placement import MAX_CONTINUATIONS, Boundary, MemoryPlacementIndex, Place
 from chatcache.cluster.routing import (
     DEFAULT_SECONDS,
+    MIN_DISCOUNT,
     Decision,
     Reservation,
     RoutedPrompt,
@@ -62,8 +63,8 @@ def cost_by_token(
     lacking = 0.0
     for token in range(cached, prompt.num_tokens):
         after = [place for boundary, place in pairs if place and boundary.num_tokens > token]
-        shares = [max(weights.min_discount, 1 / (1 + max(0, len(place.continuations) - 1) / 4)) for place in after]
-        second_copy = any(len(place.continuations) == 17 and len(place.holders) == 1 for place in after)
+        shares = [max(weights.min_discount, 1 / (1 + max(0, len(place.continuations) - 1) / 2)) for place in after]
+        second_copy = any(len(place.continuations) == MAX_CONTINUATIONS and len(place.holders) == 1 for place in after)
         share = 0.0 if second_copy else min(shares, default=1.0)
         lacking += min(share, weights.min_discount) if token < prompt.num_public_tokens else share
     c, n = load.seconds_per_token, load.num_branches
@@ -88,7 +89,7 @@ def situations(draw: st.DrawFn) -> tuple[RoutedPrompt, list[Place | None], list[
             | st.builds(
                 Place,
                 st.dictionaries(st.sampled_from(NAMES), st.integers(1, 2), max_size=4),
-                st.sets(st.integers(0, 30), max_size=17),
+                st.sets(st.integers(0, 30), max_size=MAX_CONTINUATIONS),
             )
         )
         for _ in ends
@@ -138,15 +139,16 @@ def test_choose_with_samples_is_never_worse_than_a_believed_holder(
 
 
 def test_discount_follows_the_number_of_continuations() -> None:
-    assert [discount(number) for number in (0, 1, 5, 17, 1000)] == [1.0, 1.0, 0.5, 0.2, 0.2]
+    found = [discount(number) for number in (0, 1, 5, MAX_CONTINUATIONS, 1000)]
+    assert found == pytest.approx([1.0, 1.0, 1 / 3, 1 / 9, 1 / 9])
 
 
 def test_missing_tokens_before_a_shared_boundary_count_less() -> None:
     boundaries = (Boundary("half", 500), Boundary("system", 1000), Boundary("turn", 1200))
-    places = [Place({"a": 1}, {1}), Place({"a": 1, "b": 1}, set(range(17))), Place()]
+    places = [Place({"a": 1}, {1}), Place({"a": 1, "b": 1}, set(range(MAX_CONTINUATIONS))), Place()]
     prompt = RoutedPrompt(1300, boundaries, b"")
-    assert missing_tokens(prompt, places) == pytest.approx([200 + 300, 100 + 300, 300, 100])
-    places[1] = Place({"a": 1}, set(range(17)))
+    assert missing_tokens(prompt, places) == pytest.approx([1000 / 9 + 300, 500 / 9 + 300, 300, 100])
+    places[1] = Place({"a": 1}, set(range(MAX_CONTINUATIONS)))
     assert missing_tokens(prompt, places) == pytest.approx([300, 300, 300, 100])  # the second copy is free
 
 
@@ -169,7 +171,7 @@ def serve_one_after_another(min_discount: float, num_chats: int = 100) -> Counte
 
 
 def test_two_idle_workers_share_chats_that_never_overlap() -> None:
-    counts = serve_one_after_another(min_discount=0.2)
+    counts = serve_one_after_another(min_discount=MIN_DISCOUNT)
     assert min(counts.values()) >= 30
 
 
@@ -181,7 +183,7 @@ def route_burst(num_requests: int, num_workers: int, *, counted: bool) -> Counte
     """Route requests for a prefix that one worker holds; none of them finishes meanwhile."""
     loads = WorkerLoads(worker(f"w{number}") for number in range(num_workers))
     router, counts = Router(), Counter[str]()
-    place = Place({"w0": 1, "gone": 1}, set(range(17)))
+    place = Place({"w0": 1, "gone": 1}, set(range(MAX_CONTINUATIONS)))
     for number in range(num_requests):
         prompt = chat(number)
         decision = choose(router, prompt, [place, None], loads)
@@ -194,7 +196,7 @@ def route_burst(num_requests: int, num_workers: int, *, counted: bool) -> Counte
 def test_burst_on_a_hot_prefix_is_spread_because_load_counts_before_dispatch() -> None:
     counts = route_burst(400, 20, counted=True)
     assert min(counts[f"w{number}"] for number in range(20)) >= 10
-    assert counts["w0"] == max(counts.values()) < 120  # the holder may get more: its chats cost a quarter
+    assert counts["w0"] == max(counts.values()) < 150  # the holder may get more: its chats cost a quarter
 
 
 def test_burst_goes_to_one_worker_when_load_is_not_counted() -> None:
