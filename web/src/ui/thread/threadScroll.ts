@@ -23,6 +23,7 @@ export class ThreadScroll {
   private box: HTMLElement | null = null;
   private topPx = Infinity; // Infinity: the end
   private heightPx = 0;
+  private ownTopPx = -1; // position that was restored last
   private contentPx = 0; // scrollHeight when the position was last restored
   private isPrinting = false; // paper shows all rows
   private userInputMs = -Infinity;
@@ -93,6 +94,7 @@ export class ThreadScroll {
       // the start page is shown from its top
       const end = this.path.length === 0 ? 0 : box.scrollHeight - box.clientHeight;
       if (Math.abs(box.scrollTop - end) >= 1) box.scrollTop = end;
+      this.ownTopPx = box.scrollTop;
       return;
     }
     const row = this.anchor && this.rows.get(this.anchor.key);
@@ -105,7 +107,8 @@ export class ThreadScroll {
     const { box } = this;
     if (!box) return;
     const nowMs = performance.now();
-    if (nowMs - this.userInputMs < USER_SCROLL_MS) this.userInputMs = nowMs;
+    const isUser = nowMs - this.userInputMs < USER_SCROLL_MS && box.scrollTop !== this.ownTopPx;
+    if (isUser) this.userInputMs = nowMs;
     // layout changed the position, not the user
     else if (this.pinned.peek() && box.scrollHeight !== this.contentPx) this.restorePosition();
     const upwards = Number.isFinite(this.topPx) && box.scrollTop < this.topPx - 1;
@@ -125,6 +128,7 @@ export class ThreadScroll {
   }
 
   scrollToEnd(): void {
+    this.userInputMs = -Infinity; // earlier input does not explain the next changes of the position
     this.anchor = null;
     this.topPx = Infinity;
     this.pinned.value = true;
