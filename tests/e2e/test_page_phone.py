@@ -95,6 +95,69 @@ def test_touch_targets_are_at_least_44_px(width: int, open_page: Any) -> None:
     assert {view: small for view, small in found.items() if small} == {}
 
 
+SETTINGS = "aside[aria-label=Settings]"
+COVERS = {
+    "settings": ("[aria-label=Settings]", SETTINGS, "[aria-label='Close settings']"),
+    "panel": ("[aria-label=Panel]", ".side-panel .tabs", "[aria-label='Close the panel']"),
+    "list": ("[aria-label='Show the list']", ".app-sidebar", ".sidebar-close"),
+}
+
+
+@pytest.mark.parametrize("cover", list(COVERS))
+def test_back_on_a_phone_closes_what_covers_the_chat(cover: str, open_page: Any) -> None:
+    chat = _phone(open_page)
+    page = chat.page
+    opener, covering, closer = COVERS[cover]
+    for name in ("first", "second"):
+        page.evaluate("hash => location.hash = hash", create_conversation(chat.server, ["Name", f"The {name} one"]))
+        page.wait_for_selector(f"text=The {name} one")
+    page.tap(opener)
+    page.wait_for_selector(covering)
+    page.go_back()
+    page.wait_for_selector(covering, state="detached")
+    assert chat.answers() == ["The second one"]
+    page.go_forward()
+    page.wait_for_selector(covering)
+    assert chat.answers() == ["The second one"]
+    page.tap(closer)  # its entry is left, too
+    page.wait_for_selector(covering, state="detached")
+    page.wait_for_timeout(300)
+    page.go_back()
+    page.wait_for_selector("text=The first one")
+    page.go_forward()
+    page.wait_for_selector("text=The second one")
+    assert page.locator(covering).count() == 0
+
+
+def test_back_after_a_choice_from_the_list_returns_to_the_chat_before(open_page: Any) -> None:
+    chat = _phone(open_page)
+    page = chat.page
+    made = [create_conversation(chat.server, ["Name", f"The {name} one"]) for name in ("first", "second")]
+    page.evaluate("hash => location.hash = hash", made[0])
+    page.wait_for_selector("text=The first one")
+    page.tap("[aria-label='Show the list']")
+    page.tap(f"[data-id={made[1]}] .conversation-open")
+    page.wait_for_selector("text=The second one")
+    page.wait_for_selector(".app-sidebar", state="detached")
+    page.go_back()
+    page.wait_for_selector("text=The first one")
+    assert page.locator(".app-sidebar").count() == 0
+
+
+def test_back_closes_settings_that_were_opened_before_the_chat_had_an_address(open_page: Any) -> None:
+    chat = _phone(open_page)
+    chat.page.fill("#composer", "Hello")
+    chat.page.evaluate(
+        "() => { for (const name of ['Send', 'Settings']) document.querySelector(`[aria-label=${name}]`).click(); }"
+    )
+    chat.page.wait_for_selector(SETTINGS)
+    chat.until("location.hash !== ''")
+    chat.page.go_back()
+    chat.page.wait_for_selector(SETTINGS, state="detached")
+    chat.wait_end(0)
+    assert chat.said() == ["Hello"] and chat.page.evaluate("location.hash") != ""
+
+
 def test_manifest_makes_the_page_installable(chat: RecordedPage) -> None:
     wire = chat.context.new_cdp_session(chat.page)
     found = wire.send("Page.getAppManifest")

@@ -14,13 +14,13 @@ export const PANEL_LABELS: Readonly<Record<SidePanelName, string>> = {
   branches: "Branches",
   pages: "KV pages",
 };
-type PanelName = SidePanelName | "settings" | "shortcuts" | "administration" | "prompts" | null;
+export type PanelName = SidePanelName | "settings" | "shortcuts" | "administration" | "prompts";
 
 const STORAGE_KEY = "side";
 
 export const sidebarOpen = signal(!matchMedia("(max-width: 800px)").matches);
 const restored = restorePanel();
-export const panel = signal<PanelName>(restored.open && !isNarrow() ? restored.side : null);
+export const panel = signal<PanelName | null>(restored.open && !isNarrow() ? restored.side : null);
 
 export const findOpen = signal(false); // the search in the conversation is shown
 export const paletteOpen = signal(false); // the command palette is shown
@@ -30,12 +30,12 @@ export const lastSidePanel = signal<SidePanelName>(restored.side);
 
 export const sidePanel = computed<SidePanelName | null>(() => SIDE_PANELS.find((name) => name === panel.value) ?? null);
 
-export function togglePanel(name: Exclude<PanelName, null>, open = panel.value !== name): void {
+export function togglePanel(name: PanelName, open = panel.value !== name): void {
   panel.value = open ? name : null;
 }
 
 /** Close a dialog that the browser has closed, unless another panel was opened meanwhile. */
-export function closePanel(name: Exclude<PanelName, null>): void {
+export function closePanel(name: PanelName): void {
   if (panel.value === name) panel.value = null;
 }
 
