@@ -79,6 +79,9 @@ export function scrollToMessage(key: string): void {
   requestedMessage.value = key;
 }
 
+/** A message whose deletion was undone, and which takes the focus; null: none. */
+export const restoredMessage = signal<Message | null>(null);
+
 // Show the branch of a message and scroll to it.
 
 const SAVE_DELAY_MS = 400; // arrow keys pass many branches; only the last one is stored

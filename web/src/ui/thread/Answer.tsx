@@ -48,6 +48,13 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
       if (getSelection()?.isCollapsed !== false) void chat.forks.open(message, { offset, box });
     }, DOUBLE_CLICK_MS);
   };
+  const regenerate = useRef<HTMLButtonElement>(null);
+  const isIdle = !open && chat.live.value === null;
+  // the row has the focus after Regenerate
+  useLayoutEffect(() => {
+    if (isIdle && document.activeElement === regenerate.current?.closest(".row"))
+      regenerate.current?.focus({ preventScroll: true });
+  }, [isIdle]);
   if (editing.value === "text") return <AnswerEditor message={message} onClose={stopEditing} />;
   const other = otherVersion(chat.thread.value.tree.value.siblings(message), message);
   const menu: MenuItem[] = [
@@ -74,6 +81,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
             <button
               type="button"
               class="tool tool-regenerate"
+              ref={regenerate}
               aria-label="Regenerate"
               title="Regenerate"
               disabled={chat.live.value !== null}

@@ -4,7 +4,7 @@ import type { Message } from "../../chat/tree";
 import { useChat } from "../context";
 import { Fork, More, Trash } from "../icons";
 import { MenuButton, type MenuItem } from "../Menu";
-import { closeSidebarIfNarrow, focusComposer } from "../navigation";
+import { closeSidebarIfNarrow, focusComposer, restoredMessage } from "../navigation";
 
 export interface EditorAction {
   readonly label: string;
@@ -94,12 +94,13 @@ export function MessageMenu({ message, entries }: { message: Message; entries: r
     closeSidebarIfNarrow();
     await chat.open(id);
   };
+  const remove = () => chat.edits.remove(message, () => (restoredMessage.value = message));
   const items: MenuItem[] = chat.live.value
     ? []
     : [
         ...entries,
         { label: "Branch into a new chat", icon: <Fork />, run: () => void branch() },
-        { label: "Delete", icon: <Trash />, danger: true, line: true, run: () => chat.edits.remove(message) },
+        { label: "Delete", icon: <Trash />, danger: true, line: true, run: remove },
       ];
   return (
     <MenuButton

@@ -147,6 +147,14 @@ export class ThreadScroll {
     requestAnimationFrame(() => this.highlight(message.key));
   }
 
+  /** Focus the button with this name in the row of `message`, or the row itself. */
+  focusRow({ key }: Message, name: string | null | undefined): void {
+    const row = this.rows.get(key);
+    const buttons = [...(row?.querySelectorAll<HTMLElement>("button:enabled") ?? [])];
+    const same = buttons.find((button) => button.getAttribute("aria-label") === name);
+    (same ?? row)?.focus({ preventScroll: true });
+  }
+
   private highlight(key: string): void {
     this.restorePosition();
     const row = this.rows.get(key);
