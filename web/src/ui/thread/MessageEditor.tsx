@@ -16,10 +16,11 @@ interface EditorProps {
   readonly text: string;
   readonly hint: string;
   readonly actions: readonly EditorAction[]; // Enter runs the last one
+  readonly isTall?: boolean; // on a narrow screen it takes most of the height
   readonly onClose: () => void;
 }
 
-export function MessageEditor({ label, text, hint, actions, onClose }: EditorProps) {
+export function MessageEditor({ label, text, hint, actions, isTall = false, onClose }: EditorProps) {
   const area = useRef<HTMLTextAreaElement>(null);
   // before the paint, so that no key press is lost
   useLayoutEffect(() => {
@@ -47,7 +48,7 @@ export function MessageEditor({ label, text, hint, actions, onClose }: EditorPro
     }
   };
   return (
-    <div class="user-message user-editor">
+    <div class={`user-message user-editor ${isTall ? "user-editor-tall" : ""}`}>
       <textarea
         ref={area}
         aria-label={label}

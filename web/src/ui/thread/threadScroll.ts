@@ -10,6 +10,7 @@ const MARGIN_PX = 16;
 const HIGHLIGHT_MS = 1600;
 const USER_SCROLL_MS = 1000; // for this long after an input event, scrolling is attributed to the user
 const PRINT_EVENTS = ["beforeprint", "afterprint"];
+const FORMS = ".compare-form, .user-editor";
 const USER_INPUT_EVENTS = ["wheel", "touchmove", "pointerdown", "keydown"];
 
 interface Anchor {
@@ -29,6 +30,7 @@ export class ThreadScroll {
   private userInputMs = -Infinity;
   private anchor: Anchor | null = null;
   private focused: string | null = null;
+  private form: HTMLElement | null = null; // the open form of the focused row
   private path: readonly Message[] = [];
   private starts: readonly number[] = [0];
   private shown: readonly number[] = [];
@@ -125,6 +127,20 @@ export class ThreadScroll {
   onFocusMoved(target: EventTarget | null): void {
     const row = target instanceof Element ? target.closest<HTMLElement>("[data-key]") : null;
     this.focused = row?.dataset.key ?? null; // the focused row stays in the document
+    const form = row?.querySelector<HTMLElement>(FORMS) ?? null;
+    if (form && form !== this.form && form.contains(target as Node)) this.scrollToForm(form);
+    this.form = form;
+  }
+
+  /** Show a form that was opened in a row from its top, if it does not fit below. */
+  private scrollToForm(form: HTMLElement): void {
+    const { box } = this;
+    if (!box || (this.offsetOf(form) >= 0 && form.getBoundingClientRect().bottom <= box.getBoundingClientRect().bottom))
+      return;
+    this.pinned.value = false;
+    box.scrollTop += this.offsetOf(form) - MARGIN_PX;
+    this.topPx = box.scrollTop;
+    this.saveAnchor();
   }
 
   scrollToEnd(): void {
