@@ -79,6 +79,9 @@ export function scrollToMessage(key: string): void {
   requestedMessage.value = key;
 }
 
+/** The answer whose form of Compare settings is open; null: none. */
+export const comparedAnswer = signal<Message | null>(null);
+
 /** A message whose deletion was undone, and which takes the focus; null: none. */
 export const restoredMessage = signal<Message | null>(null);
 
@@ -98,6 +101,7 @@ export function goToMessage(chat: Chat, message: Message): void {
   if (tree.leaf.value !== leaf) saveTimer = setTimeout(() => chat.choose(message), SAVE_DELAY_MS);
 }
 
-export function focusComposer(): void {
-  document.getElementById("composer")?.focus();
+/** Focus the message box; on a touch screen its keyboard would cover the conversation, unless that is `wanted`. */
+export function focusComposer(wanted = false): void {
+  if (wanted || matchMedia("(pointer: fine)").matches) document.getElementById("composer")?.focus();
 }
