@@ -59,7 +59,7 @@ const leafOf = (chat: Chat) => chat.thread.value.tree.value.leaf.value;
 function otherVersion(chat: Chat, step: number): Message | undefined {
   const leaf = leafOf(chat);
   if (!leaf) return undefined;
-  const siblings = chat.thread.value.tree.value.siblings(leaf);
+  const siblings = chat.thread.value.tree.value.versions(leaf);
   return siblings[siblings.indexOf(leaf) + step];
 }
 

@@ -55,7 +55,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
       regenerate.current?.focus({ preventScroll: true });
   }, [isIdle]);
   if (editing.value) return <AnswerEditor message={message} onClose={() => (editing.value = false)} />;
-  const other = otherVersion(chat.thread.value.tree.value.siblings(message), message);
+  const other = otherVersion(chat.thread.value.tree.value.versions(message), message);
   const menu: MenuItem[] = [
     { label: "Edit", icon: <Edit />, run: () => (editing.value = true) },
     { label: "Compare settings…", icon: <Columns />, run: () => (comparedAnswer.value = message) },
