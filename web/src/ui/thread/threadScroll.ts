@@ -30,7 +30,7 @@ export class ThreadScroll {
   private userInputMs = -Infinity;
   private anchor: Anchor | null = null;
   private focused: string | null = null;
-  private form: HTMLElement | null = null; // the open form of the focused row
+  private form: HTMLElement | null = null; // the last one that got the focus
   private path: readonly Message[] = [];
   private starts: readonly number[] = [0];
   private shown: readonly number[] = [];
@@ -127,9 +127,10 @@ export class ThreadScroll {
   onFocusMoved(target: EventTarget | null): void {
     const row = target instanceof Element ? target.closest<HTMLElement>("[data-key]") : null;
     this.focused = row?.dataset.key ?? null; // the focused row stays in the document
-    const form = row?.querySelector<HTMLElement>(FORMS) ?? null;
-    if (form && form !== this.form && form.contains(target as Node)) this.scrollToForm(form);
-    this.form = form;
+    const form = row?.querySelector<HTMLElement>(FORMS);
+    if (!form || form === this.form || !form.contains(target as Node)) return;
+    this.form = form; // not when the focus returns to it
+    this.scrollToForm(form);
   }
 
   /** Show a form that was opened in a row from its top, if it does not fit below. */
