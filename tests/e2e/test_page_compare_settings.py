@@ -80,6 +80,28 @@ def test_versions_are_compared_with_their_stored_settings_after_a_reload(chat: R
     page.wait_for_selector(".answer")
 
 
+def test_comparison_is_started_by_key_and_from_the_palette(chat: RecordedPage) -> None:
+    page = chat.page
+    form = "form[aria-label='Compare settings']"
+    page.keyboard.press("Alt+c")  # no answer yet
+    chat.ask("Which way?")
+    assert page.locator(form).count() == 0
+    page.keyboard.press("Alt+c")
+    page.wait_for_selector(form)
+    page.keyboard.press("Escape")
+    page.wait_for_selector(form, state="detached")
+    page.keyboard.press("Control+k")
+    page.wait_for_selector("[role=combobox]")
+    page.keyboard.type("compare settings")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(form)
+    page.keyboard.type("Be brief.")  # the form has the focus
+    assert page.get_by_label("System prompt", exact=True).last.input_value() == "Be brief."
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+/")
+    page.wait_for_selector("dialog >> text=Compare settings of the last answer…")
+
+
 def test_running_comparison_is_stopped_and_its_form_is_left_by_key(chat: RecordedPage, endless: None) -> None:
     page = chat.page
     chat.reload()

@@ -15,6 +15,15 @@ PAGE_TOKENS = 16
 STORY = "Tell me a story about a fox"
 
 
+def test_tokens_and_a_new_chat_have_icons_of_their_own(chat: RecordedPage) -> None:
+    chat.ask("Hello")
+    chat.page.click("[aria-label='Actions for the answer']")
+    chat.page.wait_for_selector(".menu:popover-open")
+    buttons = ("[aria-label='Show tokens'] svg", ".menu:popover-open [data-label='Branch into a new chat'] svg")
+    tokens, new_chat = (chat.page.locator(button).inner_html() for button in buttons)
+    assert "<path" in tokens and tokens != new_chat
+
+
 def test_click_on_a_word_shows_alternatives_and_one_becomes_a_branch(chat: RecordedPage) -> None:
     chat.ask(STORY)
     item = _last_item(chat)
@@ -78,7 +87,7 @@ def test_fork_chip_shows_the_counts_of_the_server(chat: RecordedPage) -> None:
     assert progress["cached_tokens"] == begun + index, "all tokens before the fork are cached"
     assert progress["input_tokens"] - progress["cached_tokens"] == 1, "only the chosen token is computed"
     chip = chat.page.locator(".fork-chip")
-    assert chip.inner_text() == "1 page copied, 0 tokens prefilled"
+    assert chip.inner_text() == "1 page copied, 0 tokens computed"
     assert f"after token {index}" in (chip.get_attribute("title") or "")
 
 

@@ -78,6 +78,63 @@ def test_all_actions_work_by_keyboard(chat: RecordedPage, endless: None) -> None
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
 
 
+ROW = "document.activeElement.closest('.row')?.querySelector('.user-text, .prose')?.textContent.trim()"
+
+
+def _act(chat: RecordedPage, button: str, letter: str = "") -> None:
+    """Press a button of a message; with `letter` then the entry of its menu."""
+    chat.page.focus(button)
+    chat.page.keyboard.press("Enter")
+    if letter:
+        chat.page.wait_for_selector(".menu:popover-open")
+        chat.page.keyboard.type(letter)
+        chat.page.keyboard.press("Enter")
+
+
+def test_focus_stays_in_the_thread_when_the_focused_message_goes(chat: RecordedPage) -> None:
+    page = chat.page
+    chat.keep_toasts()
+    made = create_conversation(chat.server, ["First question", "First answer", "Second question", "Second answer"])
+    page.evaluate("hash => location.hash = hash", made)
+    page.wait_for_selector("text=Second answer")
+
+    _act(chat, "[aria-label=Regenerate] >> nth=-1")
+    chat.until("document.activeElement.closest('.row')?.matches(':last-child')")
+    chat.wait_end(0)
+    chat.until(f"({FOCUSED}) === 'Regenerate'")
+    assert page.locator(".version-position").inner_text() == "2/2"
+    _act(chat, "[aria-label='Previous version']")
+    page.wait_for_selector("text=Second answer")
+    chat.until(f"({ROW}).includes('Second answer')")
+    page.keyboard.press("Tab")
+    chat.until(f"({FOCUSED}) === 'Next version'")
+
+    _act(chat, ".user-message .tool-more >> nth=-1", "d")
+    page.wait_for_selector("text=Second question", state="detached")
+    chat.until(f"({ROW}).includes('Second answer')")  # what follows has its place
+    _act(chat, ".toast button >> text=Undo")
+    page.wait_for_selector("text=Second question")
+    chat.until(f"({ROW}) === 'Second question'")
+    _act(chat, ".row:last-child .tool-more", "d")
+    page.wait_for_selector(".version-position", state="detached")
+    chat.until("document.activeElement.closest('.row')?.matches(':last-child')")  # the other version
+    for left in ("Second question", "First answer", "First question"):
+        _act(chat, ".row:last-child .tool-more", "d")
+        chat.until(f"({ROW}) === '{left}'")
+    _act(chat, ".row:last-child .tool-more", "d")
+    chat.until("document.activeElement.id === 'composer'")
+
+
+def test_focus_stays_in_the_list_when_the_focused_conversation_is_deleted(chat: RecordedPage) -> None:
+    page = chat.page
+    for title in ("Below", "Above"):
+        made = create_conversation(chat.server, ["Hello", "Hello."], title=title)
+        page.wait_for_selector(f"[data-id={made}]")
+    page.focus(".conversation-open:has-text('Above')")
+    page.keyboard.press("Delete")
+    chat.until(f"({FOCUSED}).startsWith('Below')")
+
+
 ACTIVE = """(() => {
   const id = document.activeElement.getAttribute('aria-activedescendant');
   return document.getElementById(id)?.querySelector('.palette-label').textContent ?? null;

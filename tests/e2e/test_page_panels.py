@@ -53,7 +53,7 @@ def test_one_panel_is_open_at_a_time_and_remembered(chat: RecordedPage) -> None:
 def test_empty_panel_explains_itself_and_its_button_works(chat: RecordedPage) -> None:
     page = chat.page
     page.click(".panel-buttons [aria-label=Candidates]")
-    page.click("text=Try n = 4")
+    page.click("text=Try 4 answers")
     assert page.locator(".answer-count").inner_text() == "4 answers"
     assert page.evaluate("document.activeElement.id") == "composer"
     page.click("#tab-beams")

@@ -95,6 +95,152 @@ def test_touch_targets_are_at_least_44_px(width: int, open_page: Any) -> None:
     assert {view: small for view, small in found.items() if small} == {}
 
 
+SETTINGS = "aside[aria-label=Settings]"
+COVERS = {
+    "settings": ("[aria-label=Settings]", SETTINGS, "[aria-label='Close settings']"),
+    "panel": ("[aria-label=Panel]", ".side-panel .tabs", "[aria-label='Close the panel']"),
+    "list": ("[aria-label='Show the list']", ".app-sidebar", ".sidebar-close"),
+}
+
+
+@pytest.mark.parametrize("cover", list(COVERS))
+def test_back_on_a_phone_closes_what_covers_the_chat(cover: str, open_page: Any) -> None:
+    chat = _phone(open_page)
+    page = chat.page
+    opener, covering, closer = COVERS[cover]
+    for name in ("first", "second"):
+        page.evaluate("hash => location.hash = hash", create_conversation(chat.server, ["Name", f"The {name} one"]))
+        page.wait_for_selector(f"text=The {name} one")
+    page.tap(opener)
+    page.wait_for_selector(covering)
+    page.go_back()
+    page.wait_for_selector(covering, state="detached")
+    assert chat.answers() == ["The second one"]
+    page.go_forward()
+    page.wait_for_selector(covering)
+    assert chat.answers() == ["The second one"]
+    page.tap(closer)  # its entry is left, too
+    page.wait_for_selector(covering, state="detached")
+    page.wait_for_timeout(300)
+    page.go_back()
+    page.wait_for_selector("text=The first one")
+    page.go_forward()
+    page.wait_for_selector("text=The second one")
+    assert page.locator(covering).count() == 0
+
+
+def test_back_after_a_choice_from_the_list_returns_to_the_chat_before(open_page: Any) -> None:
+    chat = _phone(open_page)
+    page = chat.page
+    made = [create_conversation(chat.server, ["Name", f"The {name} one"]) for name in ("first", "second")]
+    page.evaluate("hash => location.hash = hash", made[0])
+    page.wait_for_selector("text=The first one")
+    page.tap("[aria-label='Show the list']")
+    page.tap(f"[data-id={made[1]}] .conversation-open")
+    page.wait_for_selector("text=The second one")
+    page.wait_for_selector(".app-sidebar", state="detached")
+    page.go_back()
+    page.wait_for_selector("text=The first one")
+    assert page.locator(".app-sidebar").count() == 0
+
+
+def test_back_closes_settings_that_were_opened_before_the_chat_had_an_address(open_page: Any) -> None:
+    chat = _phone(open_page)
+    chat.page.fill("#composer", "Hello")
+    chat.page.evaluate(
+        "() => { for (const name of ['Send', 'Settings']) document.querySelector(`[aria-label=${name}]`).click(); }"
+    )
+    chat.page.wait_for_selector(SETTINGS)
+    chat.until("location.hash !== ''")
+    chat.page.go_back()
+    chat.page.wait_for_selector(SETTINGS, state="detached")
+    chat.wait_end(0)
+    assert chat.said() == ["Hello"] and chat.page.evaluate("location.hash") != ""
+
+
+# Of an element: its top and bottom, next to those of the area that scrolls the messages.
+PLACE = """selector => {
+  const [found, area] = [selector, '.thread-scroll'].map(each => document.querySelector(each).getBoundingClientRect());
+  return {top: found.top - area.top, bottom: area.bottom - found.bottom, height: found.height, area: area.height};
+}"""
+
+
+def _show_answer(chat: RecordedPage, num_sentences: int) -> None:
+    made = create_conversation(chat.server, ["Question", "Some words of an answer. " * num_sentences])
+    chat.page.evaluate("hash => location.hash = hash", made)
+    chat.page.wait_for_selector(".answer-foot")
+
+
+def _answer_menu(chat: RecordedPage, entry: str) -> None:
+    chat.page.tap("[aria-label='Actions for the answer']")
+    chat.page.tap(f".menu:popover-open >> text={entry}")
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_compare_form_on_a_phone_opens_from_its_top(width: int, open_page: Any) -> None:
+    chat = _phone(open_page, width)
+    _show_answer(chat, 60)
+    _answer_menu(chat, "Compare settings…")
+    chat.page.wait_for_selector(".compare-form")
+    chat.page.wait_for_timeout(300)  # late changes of the layout
+    assert 0 <= chat.page.evaluate(PLACE, ".compare-form")["top"] < 40
+    assert chat.page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_answer_editor_on_a_phone_takes_most_of_the_height(open_page: Any) -> None:
+    chat = _phone(open_page)
+    _show_answer(chat, 12)
+    _answer_menu(chat, "Edit")
+    chat.page.wait_for_selector(".user-editor")
+    chat.page.wait_for_timeout(300)  # late changes of the layout
+    editor = chat.page.evaluate(PLACE, ".user-editor")
+    assert editor["top"] >= 0 and editor["bottom"] >= 0
+    assert chat.page.evaluate(PLACE, ".user-editor textarea")["height"] > 0.6 * editor["area"]
+
+
+def test_settings_on_a_phone_keep_their_head_and_labels_near_their_controls(open_page: Any) -> None:
+    chat = _phone(open_page)
+    chat.page.tap("[aria-label=Settings]")
+    chat.page.wait_for_selector(SETTINGS)
+    gaps = chat.page.evaluate(
+        """() => {
+          const fields = [...document.querySelectorAll('aside .slider')].filter(field => field.checkVisibility());
+          const boxes = fields.map(field => ['.field-label', 'input'].map(
+            part => field.querySelector(part).getBoundingClientRect()));
+          const middle = ({top, bottom}) => (top + bottom) / 2;
+          return boxes.map(([label, slider], place) => ({
+            own: middle(slider) - label.bottom,
+            other: place ? label.top - middle(boxes[place - 1][1]) : Infinity,
+          }));
+        }"""
+    )
+    assert len(gaps) >= 3 and all(gap["own"] < 0.8 * gap["other"] for gap in gaps)
+    chat.page.evaluate("document.querySelector('aside.panel').scrollTop = 400")
+    chat.page.tap("[aria-label='Close settings']")
+    chat.page.wait_for_selector(SETTINGS, state="detached")
+    chat.page.tap("[aria-label=Settings]")
+    chat.page.wait_for_selector(SETTINGS)
+    chat.page.evaluate("document.querySelector('aside.panel').scrollTop = 1e6")
+    top = chat.page.evaluate("document.querySelector('[aria-label=\"Close settings\"]').getBoundingClientRect().top")
+    assert 0 <= top < 40
+
+
+def test_keyboard_of_a_phone_opens_only_when_it_is_wanted(open_page: Any) -> None:
+    chat = _phone(open_page)
+    page = chat.page
+    active = "document.activeElement.localName"
+    _show_answer(chat, 60)
+    assert page.evaluate(active) != "textarea"
+    page.tap("[aria-label=Panel]")
+    page.tap("[aria-label='Close the panel']")
+    page.tap("[aria-label='New chat']")
+    page.wait_for_selector(".empty-state")
+    page.wait_for_timeout(300)
+    assert page.evaluate(active) != "textarea"
+    page.tap("#composer")
+    assert page.evaluate(active) == "textarea"
+
+
 def test_manifest_makes_the_page_installable(chat: RecordedPage) -> None:
     wire = chat.context.new_cdp_session(chat.page)
     found = wire.send("Page.getAppManifest")

@@ -272,6 +272,23 @@ def test_system_prompts_are_named_edited_and_deleted(chat: RecordedPage) -> None
     chat.page.wait_for_selector(".segments [aria-pressed=true] >> text=Poet")
 
 
+def test_one_of_two_system_prompts_with_the_same_text_is_chosen(chat: RecordedPage) -> None:
+    chat.page.keyboard.press("Control+,")
+    chat.page.click(".segments >> text=Brief")
+    chat.page.click("text=New prompt…")
+    chat.page.fill(".prompt-form [name=name]", "Mine")
+    chat.page.fill(".prompt-form [name=text]", "Be brief.")
+    chat.page.keyboard.press("Tab")
+    chat.page.click(".prompt-form button:text('Save')")
+    chosen = chat.page.locator("[aria-label=Settings] fieldset:first-of-type [aria-pressed=true]")
+    select = "document.querySelector('.chip-select select').selectedOptions[0].text"
+    for name in ("Mine", "Brief", "Mine"):
+        chat.page.click(f".segments >> text={name}")
+        chat.until(f"{select} === '{name}'")
+        assert chosen.all_inner_texts() == [name]
+    assert chat.page.locator("text=Edit “Mine”").count() == 1
+
+
 def test_list_of_shortcuts_matches_the_keys(chat: RecordedPage) -> None:
     chat.page.keyboard.press("Control+/")
     dialog = chat.page.locator("dialog[open]")
@@ -297,7 +314,7 @@ def test_cache_state_of_conversations_is_described(chat: RecordedPage) -> None:
     chat.page.wait_for_selector(f"[data-id={warm}] .dot-warm")
     chat.page.wait_for_selector(f"[data-id={cold}] .dot-cold")
     words = chat.page.get_attribute(f"[data-id={warm}] .dot-warm", "aria-label") or ""
-    assert re.fullmatch(r"Warm: \d+ of \d+ tokens are cached", words)
+    assert re.fullmatch(r"Cached: \d+ of \d+ tokens", words)
     chat.page.click(f"[data-id={warm}] .conversation-menu")
     assert chat.page.locator(".menu:popover-open .menu-note").inner_text() == words
     chat.page.keyboard.press("Escape")

@@ -33,14 +33,14 @@ def test_draft_is_prefilled_while_typing_unless_switched_off(chat: RecordedPage)
     assert sign.count() == 0
 
     chat.page.click("[aria-label=Settings]")
-    chat.page.uncheck("text=Prefill while typing")
+    chat.page.uncheck("text=Process the prompt while typing")
     chat.page.keyboard.press("Escape")
     before = len(asked)
     chat.ask("And now something short")
     assert "prompt.prewarm" not in [frame["type"] for frame in asked[before:]]
     chat.reload()
     chat.page.click("[aria-label=Settings]")
-    assert not chat.page.is_checked("text=Prefill while typing")
+    assert not chat.page.is_checked("text=Process the prompt while typing")
 
 
 def test_cache_indicator_fits_on_a_phone(open_page: Any) -> None:
@@ -82,8 +82,8 @@ def test_stop_shows_a_receipt_and_the_reply_can_be_continued(chat: RecordedPage,
 def test_cache_bar_explains_the_first_miss(chat: RecordedPage) -> None:
     reasons = {
         "never_computed": "new text",
-        "diverged": "differs from the cached text",
-        "evicted": "evicted: its pages were reused",
+        "diverged": "the text differs from there",
+        "evicted": "its place in the cache was needed for other texts",
     }
     # new text without prefill while typing: otherwise all of it may be cached, without any miss
     chat.page.evaluate("localStorage['chatcache.draftAhead'] = 'false'")
@@ -99,7 +99,7 @@ def test_cache_bar_explains_the_first_miss(chat: RecordedPage) -> None:
             usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"],
         )
         words = chat.page.locator(".stat-miss").last.inner_text()
-        assert words == f"miss at token {miss['at_token']}: {reasons[miss['reason']]}"
+        assert words == f"computed from token {miss['at_token']}: {reasons[miss['reason']]}"
     assert len(chat.page.locator(".stat-miss").all()) == 3
 
 
@@ -112,6 +112,18 @@ def test_speed_and_time_to_first_token_are_shown(chat: RecordedPage, endless: No
     chat.wait_end(0)
     assert re.fullmatch(r"\d+ ms|\d+\.\d s", chat.page.locator("[data-stat=first]").inner_text())
     assert float(chat.page.locator("[data-stat=speed]").inner_text()) > 0
+
+
+def test_figures_of_an_answer_are_the_same_after_a_reload(chat: RecordedPage) -> None:
+    def figures() -> list[str]:
+        chat.page.wait_for_selector("[data-stat=first]")
+        texts: list[str] = chat.page.locator("[data-stat]").all_inner_texts()
+        return texts
+
+    chat.ask("Tell me a story about a fox")
+    before = figures()
+    chat.reload()
+    assert figures() == before
 
 
 def test_reasoning_is_folded_with_its_length(browser: Any, server: str) -> None:

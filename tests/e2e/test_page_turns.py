@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.e2e.recorded_page import RecordedPage, stores_active_leaf
+from tests.e2e.rest_client import call
 
 PAGE_TOKENS = 16
 
@@ -32,6 +33,23 @@ def test_second_turn_hits_the_cache_and_a_reload_keeps_both(chat: RecordedPage) 
     assert chat.figure("cached") == second["input_tokens_details"]["cached_tokens"]
     again = chat.page.locator(".stats").last.inner_text()
     assert _words(again) == _words(shown), "time to first token, speed and the reason of a miss are kept"
+
+
+@pytest.mark.slow
+def test_failed_turn_is_no_version_of_the_next_message(chat: RecordedPage) -> None:
+    chat.say("word " * 9000)  # more than the context
+    chat.page.wait_for_selector(".ending-error")
+    chat.ask("Hello")
+    conversation = chat.page.evaluate("location.hash.slice(1)")
+    call(chat.server, "POST", f"/v1/conversations/{conversation}", {"title": "Renamed elsewhere"})
+    chat.page.wait_for_selector("h1:text('Renamed elsewhere')")
+    chat.page.wait_for_timeout(500)  # the messages are read again
+    assert chat.page.locator(".version-position").count() == 0
+    assert [text.split()[0] for text in chat.said()] == ["word", "Hello"]
+    assert chat.page.locator(".ending-error button:text('Try again')").count() == 1
+    chat.reload()
+    chat.page.wait_for_selector(".answer")
+    assert chat.said() == ["Hello"] and chat.page.locator(".version-position").count() == 0
 
 
 @pytest.mark.slow

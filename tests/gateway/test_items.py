@@ -271,6 +271,7 @@ def test_stored_answer_keeps_the_figures_of_its_response(server: Server, page: C
     assert "statistics" not in items[0] and "incomplete_details" not in items[1]
     for item in items[1:]:
         figures = item["statistics"]
+        assert figures == frames[-1]["statistics"]
         assert figures["first_token_ms"] > 0 and figures["decode_ms"] > 0
         assert (figures["miss"], figures["copied_pages"]) == (progress["miss"], progress["copied_pages"])
         assert (figures["fork_at"], figures["receipt"]) == (None, None)

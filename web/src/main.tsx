@@ -9,12 +9,14 @@ import { loadRenderer } from "./markdown/textStream";
 import { App } from "./ui/App";
 import { listenForShortcuts } from "./ui/commands";
 import { persistPanel, scrollToMessage } from "./ui/navigation";
+import { trackPanelHistory } from "./ui/panelHistory";
 import "./styles/index.css";
 
 const chat = new Chat();
 
 persistSettings();
 persistPanel();
+trackPanelHistory(chat);
 syncAddress(chat, { onOpen: () => void loadRenderer(), onMessage: scrollToMessage });
 effect(() => {
   const id = chat.thread.value.id.value;

@@ -41,8 +41,8 @@ describe("display of statistics", () => {
   });
   it("describeMiss names the position and the reason", () => {
     expect(describeMiss({ reason: "evicted", at_token: 32, detail: "" })).toBe(
-      "miss at token 32: evicted: its pages were reused",
+      "computed from token 32: its place in the cache was needed for other texts",
     );
-    expect(describeMiss({ reason: "of_tomorrow", at_token: 0, detail: "" })).toBe("miss at token 0: of_tomorrow");
+    expect(describeMiss({ reason: "of_tomorrow", at_token: 0, detail: "" })).toBe("computed from token 0: of_tomorrow");
   });
 });

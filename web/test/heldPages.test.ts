@@ -196,6 +196,15 @@ describe("PageInspector", () => {
     expect(await press("Home")).toBe("written anew");
   });
 
+  test("PageInspector looks the pages up once as long as the map does not change", async () => {
+    await show();
+    const before = calls.length;
+    expect(before).toBeGreaterThan(0);
+    await show({ ...MAP });
+    await vi.advanceTimersByTimeAsync(60_000);
+    expect(calls.length).toBe(before);
+  });
+
   test("PageInspector is no control in a conversation without pages", async () => {
     pages.length = 0;
     await show();

@@ -1,5 +1,14 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { allPrompts, customPrompts, findPrompt, removePrompt, restorePrompt, savePrompt } from "../src/app/prompts";
+import {
+  allPrompts,
+  choosePrompt,
+  customPrompts,
+  findPrompt,
+  removePrompt,
+  restorePrompt,
+  savePrompt,
+} from "../src/app/prompts";
+import { systemPrompt } from "../src/app/settings";
 import { fakeBrowser } from "./fakes";
 
 describe("custom prompts", () => {
@@ -17,6 +26,15 @@ describe("custom prompts", () => {
     expect(savePrompt("", "x")).not.toBeNull();
     expect(savePrompt("x", " ")).not.toBeNull();
     expect(JSON.parse(localStorage.getItem("chatcache.prompts")!)).toEqual([{ name: "Poet", text: "Be a poet." }]);
+  });
+
+  it("are told apart from a built-in prompt with the same text by the choice", () => {
+    expect(findPrompt("Be brief.")?.name).toBe("Brief");
+    savePrompt("Mine", "Be brief.");
+    expect(findPrompt("Be brief.")?.name).toBe("Mine");
+    const brief = allPrompts.value.find(({ name }) => name === "Brief")!;
+    choosePrompt(brief);
+    expect([findPrompt("Be brief."), systemPrompt.value]).toEqual([brief, "Be brief."]);
   });
 
   it("are edited in place, deleted and restored", () => {

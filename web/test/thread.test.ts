@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import type { StoredItem } from "../src/api/frames";
-import { StaleCheck, Thread } from "../src/chat/thread";
+import { itemsOf, StaleCheck, Thread } from "../src/chat/thread";
 
 describe("StaleCheck", () => {
   it("detects changes made elsewhere, in whatever order own changes are recorded", () => {
@@ -138,5 +138,25 @@ describe("Thread.load", () => {
     const turn = thread.turnOf(thread.tree.value.leaf.value!)!;
     expect([turn.firstTokenMs.value, turn.tokensPerSecond.value, turn.copiedPages.value]).toEqual([12.5, 100, 1]);
     expect([turn.miss.value, turn.receipt.value, turn.start?.keepTokens]).toEqual([miss, receipt, 7]);
+  });
+
+  it.each([
+    ["not stored", null, null],
+    ["stored without an answer", "msg_u1", "msg_u1"],
+  ])("keeps a failed turn above the next message if its message is %s", (_, id, above) => {
+    const thread = new Thread();
+    const tree = thread.tree.value;
+    tree.add({ key: "u1", parent: null, role: "user", id, text: "Too long" });
+    tree.add({ key: "a1", parent: "u1", role: "assistant", turn: "turn-1", status: "error" });
+    tree.add({ key: "u2", parent: "a1", role: "user", id: "msg_1" });
+    tree.add({ key: "a2", parent: "u2", role: "assistant", turn: "turn-2", id: "msg_2" });
+    const stored = [item("msg_1", "user", { parent_id: above }), item("msg_2", "assistant", { parent_id: "msg_1" })];
+    const items = id === null ? stored : [item(id, "user"), ...stored];
+    for (const round of [1, 2]) {
+      thread.load(items, { ...head, rev: round });
+      expect(tree.path.value.map(({ key }) => key)).toEqual(["u1", "a1", "u2", "a2"]);
+      for (const message of tree.path.value) expect(tree.versions(message)).toEqual([message]);
+    }
+    expect(itemsOf(thread, []).find((each) => each.id === "msg_1")!.parent_id).toBe(above);
   });
 });

@@ -75,6 +75,37 @@ describe("ThreadScroll at the end", () => {
     expect([box.belowPx, scroll.pinned.value]).toEqual([340, false]);
   });
 
+  it("follows a new answer although the user has just scrolled up", () => {
+    const { box, scroll } = atTheEnd();
+    box.dispatchEvent(new Event("wheel"));
+    box.scrollTop -= 240;
+    scroll.onScroll();
+    expect(scroll.pinned.value).toBe(false);
+    scroll.scrollToEnd(); // a message is sent
+    scroll.onScroll();
+    box.becomes(8000);
+    box.becomes(9100);
+    scroll.onScroll();
+    expect([box.belowPx, scroll.pinned.value]).toEqual([0, true]);
+  });
+
+  it("does not take its own scrolling for that of the user", () => {
+    vi.useFakeTimers();
+    const { box, scroll } = atTheEnd();
+    box.dispatchEvent(new Event("pointerdown")); // on a button of a message
+    for (const heightPx of [9100, 9200, 9300]) {
+      vi.advanceTimersByTime(600);
+      box.becomes(heightPx);
+      scroll.restorePosition();
+      scroll.onScroll();
+    }
+    box.becomes(8000);
+    box.becomes(9400);
+    scroll.onScroll();
+    expect([box.belowPx, scroll.pinned.value]).toEqual([0, true]);
+    vi.useRealTimers();
+  });
+
   it("stops following when the position changes without an input event", () => {
     const { box, scroll } = atTheEnd();
     box.scrollTop -= 240;

@@ -87,4 +87,17 @@ describe("Tree.remove", () => {
     tree.remove(tree.get("b2")!);
     expect(keys(tree.path.value)).toEqual(["b", "c", "d"]);
   });
+
+  it("does not count a failed answer without a text as a version, unless it is shown", () => {
+    const tree = new Tree();
+    tree.add({ key: "u", parent: null, role: "user" });
+    const answer = (key: string, more: object) => tree.add({ key, parent: "u", role: "assistant", ...more });
+    const [failed, cut, whole] = [
+      answer("failed", { status: "error" }),
+      answer("cut", { status: "error", text: "Some" }),
+      answer("whole", { text: "All" }),
+    ];
+    expect(tree.versions(whole)).toEqual([cut, whole]);
+    expect(tree.versions(failed)).toEqual([failed, cut, whole]);
+  });
 });

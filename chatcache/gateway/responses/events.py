@@ -350,7 +350,9 @@ class ResponseEventWriter:
         """
         status = self.status(event)
         kind = "response.completed" if status == COMPLETED else "response.incomplete"
-        extra: dict[str, object] = {"receipt": receipt} if receipt is not None else {}
+        extra: dict[str, object] = {"statistics": self._statistics}
+        if receipt is not None:
+            extra["receipt"] = receipt
         if not is_saved:
             extra["saved"] = False
         self._log.append(kind, response=self._response(status, to_usage(event)), **extra)

@@ -582,4 +582,5 @@ class ResponseEvent(msgspec.Struct):
     arguments: str | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     receipt: Receipt | UnsetType = UNSET
+    statistics: Statistics | UnsetType = UNSET
     saved: Literal[False] | UnsetType = UNSET

@@ -88,7 +88,7 @@ export interface StoredItem {
   readonly call_id?: string; // of the call whose output this is; the role is then "tool"
 }
 
-/** Figures of a stored response. */
+/** Figures of a response that has ended. */
 export interface WireStatistics {
   readonly first_token_ms: number | null;
   readonly decode_ms: number | null;
@@ -166,11 +166,10 @@ export type ServerFrame = StreamFields &
       }
     // replaces frames that were dropped because the client was too slow
     | { readonly type: "response.snapshot"; readonly outputs: readonly WireOutput[] }
-    | { readonly type: "response.completed"; readonly response: WireResponse; readonly saved?: false }
     | {
-        readonly type: "response.incomplete";
+        readonly type: "response.completed" | "response.incomplete";
         readonly response: WireResponse;
-        readonly receipt?: StopReceipt;
+        readonly statistics?: WireStatistics;
         readonly saved?: false;
       }
     | { readonly type: "response.failed"; readonly response: WireResponse; readonly saved?: false }

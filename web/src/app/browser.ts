@@ -1,7 +1,7 @@
 // Browser services that may be unavailable: storage (values as JSON) and the clipboard.
 
 const PREFIX = "chatcache.";
-const PERSONAL = ["drafts", "owner", "pinned"]; // values of the signed-in user
+const PERSONAL = ["drafts", "owner", "pinned", "toolRuns"]; // values of the signed-in user
 let isCleared = false;
 
 /** Read a stored value; the fallback if there is none, if storage is disabled, or if the value is not JSON. */

@@ -3,6 +3,7 @@
 
 import { computed, signal } from "@preact/signals";
 import { load, save } from "./browser";
+import { systemPrompt } from "./settings";
 
 export interface Preset {
   readonly name: string;
@@ -23,16 +24,25 @@ const MAX_NAME_CHARS = 40;
 export const customPrompts = signal<readonly Preset[]>(loadPrompts());
 export const allPrompts = computed<readonly Preset[]>(() => [...PRESETS, ...customPrompts.value]);
 
-/** Return the prompt with this text, if there is one. */
+const chosen = signal<Preset | null>(null); // the last choice, which another prompt may have the text of
+
+/** Return the prompt with this text, if there is one: of several the chosen one, otherwise a custom one. */
 export function findPrompt(text: string): Preset | undefined {
-  return allPrompts.value.find((preset) => preset.text === text);
+  const found = allPrompts.value.filter((preset) => preset.text === text);
+  return found.find((preset) => preset === chosen.value) ?? found.at(-1);
+}
+
+/** Use a prompt as the system prompt. */
+export function choosePrompt(preset: Preset): void {
+  chosen.value = preset;
+  systemPrompt.value = preset.text;
 }
 
 export function isCustom(preset: Preset): boolean {
   return customPrompts.value.includes(preset);
 }
 
-/** Save a prompt; `old` is replaced if given. Returns an error message, or null. */
+/** Save a prompt and choose it; `old` is replaced if given. Returns an error message, or null. */
 export function savePrompt(name: string, text: string, old: Preset | null = null): string | null {
   const preset = { name: name.trim().slice(0, MAX_NAME_CHARS), text };
   if (preset.name === "") return "Enter a name.";
@@ -46,6 +56,7 @@ export function savePrompt(name: string, text: string, old: Preset | null = null
       ? customPrompts.value.map((other) => (other === old ? preset : other))
       : [...customPrompts.value, preset],
   );
+  choosePrompt(preset);
   return null;
 }
 

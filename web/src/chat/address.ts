@@ -30,11 +30,22 @@ export function syncAddress(chat: Chat, addressed: AddressHandlers): void {
     const id = thread.id.value;
     const another = thread !== shown;
     shown = thread;
-    if (id === read()[0]) return;
-    const url = id === null ? location.pathname + location.search : `#${encodeURIComponent(id)}`;
-    // switching conversations adds a history entry; a new conversation that gets its id does not
-    history[another ? "pushState" : "replaceState"](null, "", url);
+    if (id === addressedConversation()) return;
+    // Switching conversations adds a history entry, or takes that of an open panel; a new conversation that gets its id
+    // keeps its entry.
+    const hasState = history.state !== null;
+    history[another && !hasState ? "pushState" : "replaceState"](another ? null : history.state, "", addressOf(id));
   });
+}
+
+/** The address of a conversation; of null: a new one. */
+export function addressOf(id: string | null): string {
+  return id === null ? location.pathname + location.search : `#${encodeURIComponent(id)}`;
+}
+
+/** The conversation that the address names. */
+export function addressedConversation(): string | null {
+  return read()[0];
 }
 
 function read(): [conversation: string | null, message: string | null] {

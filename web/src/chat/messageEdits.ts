@@ -18,6 +18,7 @@ interface PendingDeletion {
   readonly removed: RemovedMessage;
   readonly timer: ReturnType<typeof setTimeout>;
   readonly toast: number;
+  readonly onUndone: () => void;
 }
 
 export class MessageEdits {
@@ -50,7 +51,7 @@ export class MessageEdits {
   }
 
   /** Hide a message now, and delete it on the server when the undo period is over. What followed it stays. */
-  remove(message: Message): void {
+  remove(message: Message, onUndone: () => void = () => {}): void {
     const thread = this.thread.value;
     const conversation = thread.id.value;
     const item = message.id.value;
@@ -61,7 +62,7 @@ export class MessageEdits {
     thread.hidden.add(item);
     const timer = setTimeout(() => void this.flush(), UNDO_MS);
     const shown = toast("Message deleted. What followed it stays.", { label: "Undo", run: () => this.undo() });
-    this.pending = { thread, conversation, item, removed, timer, toast: shown };
+    this.pending = { thread, conversation, item, removed, timer, toast: shown, onUndone };
   }
 
   /** Delete the messages that only this branch has, the last one first. */
@@ -108,11 +109,12 @@ export class MessageEdits {
 
   private undo(): void {
     if (this.pending === null) return;
-    const { thread, item, removed, timer } = this.pending;
+    const { thread, item, removed, timer, onUndone } = this.pending;
     clearTimeout(timer);
     this.pending = null;
     thread.hidden.delete(item);
     thread.tree.value.restore(removed);
+    onUndone();
   }
 
   private async deleteNow(deletion: PendingDeletion): Promise<void> {

@@ -83,19 +83,9 @@ function continuationAtToken(start: ForkStart): Continuation {
 /** Continue after the message `parent`; null is the root. */
 export function continuationAfter(thread: Thread, parent: string | null): Omit<Continuation, "input"> {
   const conversation = thread.id.value;
-  const after = nearestStored(thread, parent);
+  const after = thread.tree.value.nearestStored(parent);
   if (after !== null) return { previous_item_id: after };
   return conversation === null ? {} : { conversation, previous_item_id: "root" };
-}
-
-/** Find the nearest stored message from `key` upwards; null at a root. */
-function nearestStored(thread: Thread, key: string | null): string | null {
-  while (key !== null) {
-    const above = thread.tree.value.get(key);
-    if (above?.id.value) return above.id.value;
-    key = above?.parent ?? null;
-  }
-  return null;
 }
 
 type Fields = Pick<

@@ -188,7 +188,7 @@ function followedTurn(thread: Thread, key: string, response: WireResponse): Turn
       watching && index === 0,
     ),
   );
-  return new Turn(key, candidates, response.beam_width !== undefined, null, true);
+  return new Turn(key, candidates, response.beam_width !== undefined);
 }
 
 /** Announcement for screen readers at the end of a turn. */

@@ -145,7 +145,6 @@ export function itemsOf(thread: Thread, known: readonly StoredItem[]): readonly 
   for (const message of thread.tree.value.all()) {
     const { id, status, text, tokens, role } = message;
     if (id.value === null || ["waiting", "streaming", "error"].includes(status.value)) continue;
-    const parent = message.parent === null ? null : (thread.tree.value.get(message.parent)?.id.value ?? null);
     const turn = thread.turnOf(message);
     const isWhole = status.value === "done" || status.value === "length";
     items.push(
@@ -154,7 +153,7 @@ export function itemsOf(thread: Thread, known: readonly StoredItem[]): readonly 
         role,
         status: isWhole ? "completed" : "incomplete",
         content: [{ type: "text", text: text.value }],
-        parent_id: parent,
+        parent_id: thread.tree.value.nearestStored(message.parent),
         response_id: turn?.responseId.value ?? null,
         index: turn ? turn.candidates.indexOf(message) : null,
         num_tokens: tokens.value,
@@ -253,7 +252,7 @@ function mergeStored(
     const existing = findMessage(item);
     const first = (item.index ?? 0) === 0; // choose the first candidate, and the newest turn
     if (existing) {
-      existing.parent = parent; // another one if the message above was deleted
+      existing.parent = parentOf(before, existing, parent); // another one if the message above was deleted
       existing.callOutputs.value = above;
       applyStored(existing, item);
       tree.attach(existing, first);
@@ -272,6 +271,17 @@ function mergeStored(
   }
   tree.copyChoices(before);
   return { tree, responses, keys };
+}
+
+/** The parent of a shown message: the stored one, unless a turn between them failed and was not stored. */
+function parentOf(before: Tree, message: Message, stored: string | null): string | null {
+  let at = message.parent;
+  while (at !== stored && at !== null) {
+    const above = before.get(at);
+    if (!above || above.id.value !== null) return stored;
+    at = above.parent;
+  }
+  return at === stored ? message.parent : stored;
 }
 
 /** Find the shown message of an item: by id, or as a candidate of its response that has no id yet. */

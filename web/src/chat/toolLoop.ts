@@ -4,6 +4,7 @@
 import type { WireCall } from "../api/frames";
 import { callMcpTool } from "../api/mcp";
 import { RequestError } from "../api/rest";
+import { load, save } from "../app/browser";
 import { plural } from "../app/format";
 import { announce, toast } from "../app/notifications";
 import type { Sampling } from "../app/settings";
@@ -109,10 +110,29 @@ function outputOf({ toolServers }: ToolHost, answer: Message, call: WireCall): C
 }
 
 function setRun(answer: Message, call: WireCall, run: CallRun | null): void {
+  if (run?.phase === "done") keepEnding(call.call_id, run);
   const runs = new Map(answer.callRuns.value);
   if (run === null) runs.delete(call.call_id);
   else runs.set(call.call_id, run);
   answer.callRuns.value = runs;
+}
+
+// -- How calls ended, which the server does not store: kept in this browser
+
+type Ending = Pick<CallRun & { phase: "done" }, "isError" | "seconds">;
+
+const MAX_KEPT_ENDINGS = 200;
+const keptEndings = () => load<Readonly<Record<string, Ending>>>("toolRuns", {});
+
+function keepEnding(callId: string, { isError, seconds }: Ending): void {
+  const { [callId]: _, ...others } = keptEndings();
+  const kept = Object.entries({ ...others, [callId]: { isError, seconds } });
+  save("toolRuns", Object.fromEntries(kept.slice(-MAX_KEPT_ENDINGS)));
+}
+
+/** How a call ended that this page, or an earlier one of this browser, has run. */
+export function endingOf(callId: string, run: CallRun | undefined): Ending | undefined {
+  return run?.phase === "done" ? run : keptEndings()[callId];
 }
 
 /** Whether nothing follows the answer, and no other answer of the conversation is running. */

@@ -141,6 +141,20 @@ export class Tree {
     return (this.children.get(message.parent) ?? []).map((key) => this.messages.get(key)!);
   }
 
+  /** The siblings that a user can switch to, and the message itself: not the answers that failed without a text. */
+  versions(message: Message): readonly Message[] {
+    const isFailure = ({ key, status, text }: Message) =>
+      status.value === "error" && text.value === "" && this.childrenOf(key).length === 0;
+    return this.siblings(message).filter((sibling) => sibling === message || !isFailure(sibling));
+  }
+
+  /** The id of the nearest stored message from `key` upwards; null at a root. */
+  nearestStored(key: string | null): string | null {
+    for (let at = key === null ? undefined : this.get(key); at; at = this.get(at.parent ?? ""))
+      if (at.id.value !== null) return at.id.value;
+    return null;
+  }
+
   /** Children of a message, oldest first; of null: the roots. */
   childrenOf(parent: string | null): readonly Message[] {
     void this.version.value;

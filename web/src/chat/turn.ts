@@ -45,7 +45,7 @@ export class Turn {
   readonly miss = signal<CacheMiss | null>(null); // why the prompt was not fully cached
   readonly copiedPages = signal<number | null>(null); // pages copied on write
   readonly dropped = signal<ReadonlyMap<Message, StopReceipt>>(new Map());
-  readonly firstTokenMs = signal<number | null>(null); // since sending
+  readonly firstTokenMs = signal<number | null>(null); // from the request, measured by the server
   readonly decodeMs = signal<number | null>(null); // from the first token to the end
   readonly unsaved = signal(false); // the store was unavailable at the end; the server retries
   readonly showsCandidates = signal(true); // candidates are shown side by side until one is picked
@@ -60,7 +60,6 @@ export class Turn {
   private readonly reasoningByOutput = new Map<number, number>(); // output_index of reasoning -> candidate
   lastSequence = -1; // sequence_number of the newest frame received
   private textsAtLoss: readonly string[] = [];
-  private readonly sentAt = performance.now();
 
   readonly tokensPerSecond = computed<number | null>(() => {
     // the first token of each candidate belongs to the prefill
@@ -74,7 +73,6 @@ export class Turn {
     readonly candidates: readonly Message[],
     readonly beams = false,
     readonly start: ForkStart | null = null,
-    private readonly isFollowed = false, // started elsewhere: the time to the first token is unknown
   ) {}
 
   get live(): boolean {
@@ -99,7 +97,7 @@ export class Turn {
     for (const { status } of this.candidates) if (status.value === "stopped") status.value = "steered";
   }
 
-  /** Take the figures of a stored response. */
+  /** Take the figures of a response that has ended. */
   restore(figures: WireStatistics): void {
     this.firstTokenMs.value = figures.first_token_ms;
     this.decodeMs.value = figures.decode_ms;
@@ -137,7 +135,6 @@ export class Turn {
         break;
       case "response.beam":
         this.phase.value = "decode";
-        this.firstTokenMs.value ??= performance.now() - this.sentAt;
         this.beamTree.value ??= new BeamTree();
         this.beamTree.value.grow(frame.nodes, frame.live);
         break;
@@ -149,9 +146,7 @@ export class Turn {
         break;
       case "response.output_text.delta": {
         const message = this.messageAt(frame.output_index);
-        if (!message) break;
-        this.recordFirstToken();
-        batcher.append(message, frame.delta);
+        if (message) batcher.append(message, frame.delta);
         break;
       }
       case "response.output_text.done": {
@@ -161,7 +156,6 @@ export class Turn {
         break;
       }
       case "response.reasoning_text.delta":
-        this.firstTokenMs.value ??= performance.now() - this.sentAt;
         batcher.appendTo(this.reasoningAt(frame.output_index), frame.delta);
         break;
       case "response.reasoning_text.done":
@@ -183,12 +177,11 @@ export class Turn {
         break;
       case "response.completed":
         this.unsaved.value = frame.saved === false;
-        this.end(frame.response, "done", batcher);
+        this.end(frame.response, frame.statistics, "done", batcher);
         break;
       case "response.incomplete":
         this.unsaved.value = frame.saved === false;
-        this.receipt.value = frame.receipt ?? null;
-        this.end(frame.response, statusOfIncomplete(frame.response), batcher);
+        this.end(frame.response, frame.statistics, statusOfIncomplete(frame.response), batcher);
         break;
       case "response.failed":
         this.unsaved.value = frame.saved === false;
@@ -204,7 +197,6 @@ export class Turn {
 
   private applySnapshot(outputs: readonly WireOutput[], batcher: DeltaBatcher): void {
     batcher.flush();
-    this.recordFirstToken();
     for (const output of outputs) {
       if (output.type === "reasoning") {
         this.beginReasoning(output.output_index, output.candidate);
@@ -257,10 +249,6 @@ export class Turn {
     this.usage.value = { inputTokens: input, cachedTokens: cached, outputTokens: this.usage.value?.outputTokens ?? 0 };
   }
 
-  private recordFirstToken(): void {
-    if (!this.isFollowed) this.firstTokenMs.value ??= performance.now() - this.sentAt;
-  }
-
   private messageAt(index: number): Message | undefined {
     return this.candidates[this.candidateByOutput.get(index) ?? index];
   }
@@ -288,12 +276,15 @@ export class Turn {
     this.phase.value = "decode";
   }
 
-  private end(response: WireResponse, fallback: Status, batcher: DeltaBatcher): void {
+  private end(
+    response: WireResponse,
+    figures: WireStatistics | undefined,
+    fallback: Status,
+    batcher: DeltaBatcher,
+  ): void {
     batcher.flush();
     batch(() => {
-      if (this.firstTokenMs.value !== null) {
-        this.decodeMs.value = performance.now() - this.sentAt - this.firstTokenMs.value;
-      }
+      if (figures) this.restore(figures);
       for (const message of this.candidates) {
         const open = message.status.value === "waiting" || message.status.value === "streaming";
         if (open) message.status.value = fallback;

@@ -54,8 +54,8 @@ export class CacheCoverageWatch {
 
 export function describeCoverage({ tokens, cached_tokens }: rest.CacheCoverage): Coverage {
   const share = tokens > 0 ? cached_tokens / tokens : 0;
-  const counts = `${cached_tokens.toLocaleString("en")} of ${tokens.toLocaleString("en")} tokens are cached`;
-  if (share >= WARM_SHARE) return { level: "warm", text: `Warm: ${counts}` };
-  if (share >= COLD_SHARE) return { level: "partly", text: `Partly warm: ${counts}` };
-  return { level: "cold", text: `Cold: ${counts}, the next turn computes the rest` };
+  const counts = `${cached_tokens.toLocaleString("en")} of ${tokens.toLocaleString("en")} tokens`;
+  if (share >= WARM_SHARE) return { level: "warm", text: `Cached: ${counts}` };
+  if (share >= COLD_SHARE) return { level: "partly", text: `Partly cached: ${counts}` };
+  return { level: "cold", text: `Hardly cached: ${counts}. The next answer computes the rest` };
 }

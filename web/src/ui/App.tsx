@@ -1,5 +1,6 @@
 // The page: sidebar, top bar, thread, composer, panels, toasts.
 
+import { useLayoutEffect, useRef } from "preact/hooks";
 import { announcement, dismiss, toasts } from "../app/notifications";
 import type { Chat } from "../chat/chat";
 import { Banner } from "./Banner";
@@ -10,6 +11,7 @@ import { Beams, Cells, Close, Columns, Fork, Menu, PanelRight, Plus } from "./ic
 import { lazy } from "./lazy";
 import {
   findOpen,
+  focusComposer,
   lastSidePanel,
   PANEL_LABELS,
   paletteOpen,
@@ -152,8 +154,19 @@ function PanelButtons() {
 }
 
 function Toasts() {
+  const box = useRef<HTMLDivElement>(null);
+  const former = useRef<EventTarget | null>(null); // had the focus before
+  const hadFocus = box.current?.contains(document.activeElement) ?? false;
+  useLayoutEffect(() => {
+    if (!hadFocus || document.activeElement !== document.body) return;
+    if (former.current instanceof HTMLElement && former.current.isConnected) former.current.focus();
+    else focusComposer();
+  }, [toasts.value]);
+  const onFocusIn = ({ relatedTarget }: FocusEvent) => {
+    if (!box.current?.contains(relatedTarget as Node | null)) former.current = relatedTarget;
+  };
   return (
-    <div class="toasts" role="status">
+    <div class="toasts" role="status" ref={box} onFocusIn={onFocusIn}>
       {toasts.value.map((toast) => (
         <div key={toast.id} class="toast">
           <span>{toast.text}</span>

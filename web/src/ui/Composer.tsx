@@ -2,14 +2,14 @@
 
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { announce } from "../app/notifications";
-import { allPrompts, findPrompt } from "../app/prompts";
+import { allPrompts, choosePrompt, findPrompt } from "../app/prompts";
 import { MAX_N, sampling, setSampling, systemPrompt } from "../app/settings";
 import { PASTED_FILE_CHARS } from "../chat/attachments";
 import { AttachButton, AttachmentChips } from "./Attachments";
 import { useChat } from "./context";
 import { Chevron, Close, Minus, Plus, Send, Sliders, Stop } from "./icons";
 import { lazy } from "./lazy";
-import { panel, togglePanel } from "./navigation";
+import { focusComposer, panel, togglePanel } from "./navigation";
 import { VoiceButton } from "./VoiceButton";
 
 const PromptMenu = lazy(async () => (await import("./prompts/PromptMenu")).PromptMenu);
@@ -30,7 +30,7 @@ export function Composer() {
     box.style.height = "auto";
     box.style.height = `${Math.min(MAX_HEIGHT_PX, box.scrollHeight)}px`;
   };
-  useEffect(() => area.current?.focus(), [chat.thread.value]);
+  useEffect(() => focusComposer(), [chat.thread.value]);
   useLayoutEffect(() => {
     const box = area.current;
     if (!box || box.value === text.value) return;
@@ -216,19 +216,21 @@ function Suggestions() {
 }
 
 function SystemPromptSelect() {
-  const isNamed = findPrompt(systemPrompt.value) !== undefined;
+  const prompts = allPrompts.value;
+  const chosen = findPrompt(systemPrompt.value);
   return (
     <label class="chip chip-select" title="System prompt">
       <span class="sr-only">System prompt</span>
       <select
-        value={isNamed ? systemPrompt.value : "custom"}
+        value={chosen ? prompts.indexOf(chosen) : "custom"}
         onChange={(event) => {
-          if (event.currentTarget.value === "custom") togglePanel("settings", true);
-          else systemPrompt.value = event.currentTarget.value;
+          const preset = prompts[Number(event.currentTarget.value)];
+          if (preset) choosePrompt(preset);
+          else togglePanel("settings", true);
         }}
       >
-        {allPrompts.value.map((preset) => (
-          <option key={preset.name} value={preset.text}>
+        {prompts.map((preset, index) => (
+          <option key={preset.name} value={index}>
             {preset.name}
           </option>
         ))}
@@ -292,7 +294,7 @@ function ContextMeter() {
 function CacheBadge() {
   const progress = useChat().prefill.progress.value;
   if (!progress) return null;
-  const label = `Prefill while typing: ${progress.warmTokens} of ${progress.inputTokens} prompt tokens are cached`;
+  const label = `Processed while you type: ${progress.warmTokens} of ${progress.inputTokens} prompt tokens are cached`;
   return (
     <span class="cache-badge" role="img" aria-label={label} title={label} data-cached={progress.warmTokens}>
       <span class="dot dot-on" />

@@ -149,7 +149,7 @@ const STARTERS: readonly Starter[] = [
     feature: "candidates",
     badge: "4 answers",
     prompt: "Tell me a story about a dragon",
-    description: "n = 4: the prompt is computed once and shared by four answers. Pick one.",
+    description: "The prompt is computed once and shared by four answers. Pick one.",
     sampling: { search: "sample", n: 4, temperature: 1 },
   },
   {

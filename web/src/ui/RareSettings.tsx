@@ -147,7 +147,7 @@ interface TextProps {
 function TextField({ label, value, placeholder = "none", error, onValue }: TextProps) {
   return (
     <label class="field">
-      <span>{label}</span>
+      <span class="field-label">{label}</span>
       <textarea
         rows={2}
         dir="auto"

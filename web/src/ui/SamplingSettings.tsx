@@ -39,7 +39,7 @@ export function SamplingSettings() {
         <p class="hint">
           {beams
             ? "Keeps the most likely texts at each step and returns the best."
-            : "Samples each token from the model's distribution."}
+            : "Draws each token at random; likely ones come more often."}
         </p>
       </fieldset>
       <Slider
@@ -81,7 +81,7 @@ export function SamplingSettings() {
         />
       )}
       <label class="field">
-        <span>Answers begin with</span>
+        <span class="field-label">Answers begin with</span>
         <textarea
           rows={2}
           maxLength={MAX_REPLY_START}
@@ -137,7 +137,7 @@ function MoreSettings({ settings }: { settings: Sampling }) {
         />
       ))}
       <label class="field">
-        <span>Texts that end an answer, one per line</span>
+        <span class="field-label">Texts that end an answer, one per line</span>
         <textarea
           rows={2}
           maxLength={MAX_STOP_CHARS}
@@ -162,7 +162,7 @@ export function SchemaField({ schema, onSchema }: { schema: string; onSchema: (s
   const { value, error } = parseSchema({ schema });
   return (
     <label class="field">
-      <span>JSON schema of answers</span>
+      <span class="field-label">JSON schema of answers</span>
       <textarea
         rows={4}
         class="schema-text"

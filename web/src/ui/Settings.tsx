@@ -5,6 +5,7 @@ import { useEffect, useRef } from "preact/hooks";
 import { announce, toast } from "../app/notifications";
 import {
   allPrompts,
+  choosePrompt,
   customPrompts,
   findPrompt,
   isCustom,
@@ -76,7 +77,7 @@ export function Settings() {
           checked={prefillWhileTyping.value}
           onChange={(event) => (prefillWhileTyping.value = event.currentTarget.checked)}
         />
-        Prefill while typing
+        Process the prompt while typing
       </label>
       <label class="check">
         <input
@@ -139,9 +140,9 @@ function SystemPrompts() {
           <button
             key={preset.name}
             type="button"
-            aria-pressed={text === preset.text}
+            aria-pressed={preset === chosen}
             title={preset.text}
-            onClick={() => (systemPrompt.value = preset.text)}
+            onClick={() => choosePrompt(preset)}
           >
             {preset.name}
           </button>
@@ -185,11 +186,8 @@ function PromptForm({ preset, onClose }: { preset: Preset | null; onClose: () =>
   const text = preset?.text ?? (findPrompt(systemPrompt.value) ? "" : systemPrompt.value);
   const save = (form: HTMLFormElement) => {
     const data = new FormData(form);
-    const said = String(data.get("text"));
-    wrong.value = savePrompt(String(data.get("name")), said, preset);
-    if (wrong.value !== null) return;
-    systemPrompt.value = said;
-    onClose();
+    wrong.value = savePrompt(String(data.get("name")), String(data.get("text")), preset);
+    if (wrong.value === null) onClose();
   };
   return (
     <form

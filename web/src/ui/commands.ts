@@ -9,6 +9,7 @@ import type { Turn } from "../chat/turn";
 import { isPinned } from "../conversations/metadata";
 import { exportAll, exportConversation, importFromPicker, share, stopSharing } from "./fileActions";
 import {
+  comparedAnswer,
   findOpen,
   focusComposer,
   isNarrow,
@@ -43,6 +44,8 @@ const controlShift = (code: string) => (event: KeyboardEvent) =>
   hasControl(event) && event.shiftKey && event.code === code;
 const controlSign = (sign: string) => (event: KeyboardEvent) => hasControl(event) && event.key === sign;
 const altKey = (key: string) => (event: KeyboardEvent) => event.altKey && !hasControl(event) && event.key === key;
+const altLetter = (code: string) => (event: KeyboardEvent) =>
+  event.altKey && !event.shiftKey && !hasControl(event) && event.code === code;
 const altDigit = (event: KeyboardEvent) => (/^Digit[1-8]$/.test(event.code) ? Number(event.code.slice(5)) : 0);
 const isEscape = (event: KeyboardEvent) => event.key === "Escape" && !event.shiftKey;
 
@@ -56,7 +59,7 @@ const leafOf = (chat: Chat) => chat.thread.value.tree.value.leaf.value;
 function otherVersion(chat: Chat, step: number): Message | undefined {
   const leaf = leafOf(chat);
   if (!leaf) return undefined;
-  const siblings = chat.thread.value.tree.value.siblings(leaf);
+  const siblings = chat.thread.value.tree.value.versions(leaf);
   return siblings[siblings.indexOf(leaf) + step];
 }
 
@@ -70,6 +73,15 @@ function otherConversation(chat: Chat, step: number): string | undefined {
 function lastAnswer(chat: Chat): Message | null {
   const leaf = leafOf(chat);
   return leaf?.role === "assistant" ? leaf : null;
+}
+
+/** The last answer if it is shown alone, and nothing runs: the form to compare settings opens below it. */
+function comparableAnswer(chat: Chat): Message | null {
+  const answer = lastAnswer(chat);
+  const thread = chat.thread.value;
+  if (!answer || thread.live.value || !thread.questionOf(answer) || thread.comparedWith(answer)) return null;
+  const turn = lastTurn(chat);
+  return turn && turn.candidates.length > 1 && turn.showsCandidates.value ? null : answer;
 }
 
 function lastTurn(chat: Chat): Turn | undefined {
@@ -154,6 +166,13 @@ export const COMMANDS: readonly Command[] = [
     applies: (chat) => lastAnswer(chat) !== null && chat.live.value === null,
     run: (chat) => chat.regenerate(lastAnswer(chat)!),
   },
+  {
+    keys: "Alt+C",
+    label: "Compare settings of the last answer…",
+    matches: altLetter("KeyC"),
+    applies: (chat) => comparableAnswer(chat) !== null,
+    run: (chat) => (comparedAnswer.value = comparableAnswer(chat)),
+  },
   ...[-1, 1].map(
     (step): Command => ({
       keys: step < 0 ? "Alt+←" : "Alt+→",
@@ -169,7 +188,7 @@ export const COMMANDS: readonly Command[] = [
   {
     keys: "Alt+B",
     label: "Show the tokens of the last answer with their confidence",
-    matches: (event) => event.altKey && !event.shiftKey && !hasControl(event) && event.code === "KeyB",
+    matches: altLetter("KeyB"),
     applies: (chat) => lastAnswer(chat) !== null && chat.forks.canOpen(lastAnswer(chat)!),
     run: (chat) => chat.forks.open(lastAnswer(chat)!),
   },
@@ -286,7 +305,7 @@ export const COMMANDS: readonly Command[] = [
     keys: "Shift+Esc",
     label: "Back to the message box",
     matches: (event) => event.key === "Escape" && event.shiftKey,
-    run: focusComposer,
+    run: () => focusComposer(true),
     keysOnly: true,
   },
   { keys: "Ctrl+/", label: "Keyboard shortcuts", matches: controlSign("/"), run: () => togglePanel("shortcuts") },

@@ -161,6 +161,11 @@ export const Fork = () => (
     <path d="M5.5 6.3v7.4M14.5 9.8c0 3.4-9 1-9 3.9" />
   </Icon>
 );
+export const Tokens = () => (
+  <Icon>
+    <path d="M3 5.500h3.500M9 5.500h8M3 10h7M12.500 10H17M3 14.500h2M7.500 14.500h5M15 14.500h2" stroke-width="2.4" />
+  </Icon>
+);
 export const Beams = () => (
   <Icon>
     <path d="M2.5 10h3c3 0 3-5 6-5h2M5.5 10h8M5.5 10c3 0 3 5 6 5h2" />

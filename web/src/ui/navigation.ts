@@ -14,13 +14,13 @@ export const PANEL_LABELS: Readonly<Record<SidePanelName, string>> = {
   branches: "Branches",
   pages: "KV pages",
 };
-type PanelName = SidePanelName | "settings" | "shortcuts" | "administration" | "prompts" | null;
+export type PanelName = SidePanelName | "settings" | "shortcuts" | "administration" | "prompts";
 
 const STORAGE_KEY = "side";
 
 export const sidebarOpen = signal(!matchMedia("(max-width: 800px)").matches);
 const restored = restorePanel();
-export const panel = signal<PanelName>(restored.open && !isNarrow() ? restored.side : null);
+export const panel = signal<PanelName | null>(restored.open && !isNarrow() ? restored.side : null);
 
 export const findOpen = signal(false); // the search in the conversation is shown
 export const paletteOpen = signal(false); // the command palette is shown
@@ -30,12 +30,12 @@ export const lastSidePanel = signal<SidePanelName>(restored.side);
 
 export const sidePanel = computed<SidePanelName | null>(() => SIDE_PANELS.find((name) => name === panel.value) ?? null);
 
-export function togglePanel(name: Exclude<PanelName, null>, open = panel.value !== name): void {
+export function togglePanel(name: PanelName, open = panel.value !== name): void {
   panel.value = open ? name : null;
 }
 
 /** Close a dialog that the browser has closed, unless another panel was opened meanwhile. */
-export function closePanel(name: Exclude<PanelName, null>): void {
+export function closePanel(name: PanelName): void {
   if (panel.value === name) panel.value = null;
 }
 
@@ -79,6 +79,12 @@ export function scrollToMessage(key: string): void {
   requestedMessage.value = key;
 }
 
+/** The answer whose form of Compare settings is open; null: none. */
+export const comparedAnswer = signal<Message | null>(null);
+
+/** A message whose deletion was undone, and which takes the focus; null: none. */
+export const restoredMessage = signal<Message | null>(null);
+
 // Show the branch of a message and scroll to it.
 
 const SAVE_DELAY_MS = 400; // arrow keys pass many branches; only the last one is stored
@@ -95,6 +101,7 @@ export function goToMessage(chat: Chat, message: Message): void {
   if (tree.leaf.value !== leaf) saveTimer = setTimeout(() => chat.choose(message), SAVE_DELAY_MS);
 }
 
-export function focusComposer(): void {
-  document.getElementById("composer")?.focus();
+/** Focus the message box; on a touch screen its keyboard would cover the conversation, unless that is `wanted`. */
+export function focusComposer(wanted = false): void {
+  if (wanted || matchMedia("(pointer: fine)").matches) document.getElementById("composer")?.focus();
 }

@@ -23,7 +23,7 @@ export function BeamsPanel() {
   if (turn?.live) return <p class="hint">Waiting for the first beams.</p>;
   const tryIt = () => {
     setSampling({ search: "beam", n: 4 });
-    focusComposer();
+    focusComposer(true);
   };
   return (
     <EmptyPanel title="Watch beam search" action="Try 4 beams" onAction={tryIt}>

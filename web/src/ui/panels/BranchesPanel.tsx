@@ -37,7 +37,7 @@ export function BranchesPanel() {
   const tree = chat.thread.value.tree.value;
   if (tree.path.value.length > 0) return <BranchMap tree={tree} />;
   return (
-    <EmptyPanel title="Every message can branch" action="Send a message" onAction={focusComposer}>
+    <EmptyPanel title="Every message can branch" action="Send a message" onAction={() => focusComposer(true)}>
       Edit a message, regenerate an answer or pick another candidate: the old version stays as a branch that shares all
       KV pages before it. This map shows every branch; click a dot to go to it.
     </EmptyPanel>

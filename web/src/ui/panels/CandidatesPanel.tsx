@@ -36,10 +36,10 @@ export function CandidatesPanel() {
 function NoCandidates() {
   const tryIt = () => {
     setSampling({ search: "sample", n: 4 });
-    focusComposer();
+    focusComposer(true);
   };
   return (
-    <EmptyPanel title="One prompt, many answers" action="Try n = 4" onAction={tryIt}>
+    <EmptyPanel title="One prompt, many answers" action="Try 4 answers" onAction={tryIt}>
       Request several answers: the prompt is computed once and shared. Or regenerate an answer. All versions of the
       latest answer with several versions are listed here.
     </EmptyPanel>

@@ -3,7 +3,7 @@
 
 import { useSignal } from "@preact/signals";
 import type { ComponentChildren } from "preact";
-import { useEffect, useMemo } from "preact/hooks";
+import { useEffect, useMemo, useRef } from "preact/hooks";
 import type { CacheMap } from "../../api/rest";
 import { plural } from "../../app/format";
 import { systemPrompt } from "../../app/settings";
@@ -14,7 +14,7 @@ import { Poller } from "../../server/poller";
 import { useChat } from "../context";
 import { goToMessage } from "../navigation";
 
-const POLL_MS = 5000; // pages are evicted and written anew
+const POLL_MS = 5000; // pages are evicted and written anew; each changes the map
 const GONE = "fo"; // free, or another tenant's: evicted since the last look-up
 const NO_PAGES: HeldPages = new Map();
 const STEPS: Readonly<Record<string, number>> = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
@@ -28,7 +28,7 @@ interface InspectorProps {
 
 export function PageInspector({ map, drawn, columns, children }: InspectorProps) {
   const chosen = useSignal<number | null>(null); // cell
-  const cells = cellsOf(useHeldPages(), map.pages_per_cell);
+  const cells = cellsOf(useHeldPages(map.cells), map.pages_per_cell);
   const own = [...cells.keys()].filter((cell) => cell < drawn && !GONE.includes(map.cells[cell]!));
   const at = chosen.value !== null && own.includes(chosen.value) ? chosen.value : null;
   const pages = at === null ? null : cells.get(at)!;
@@ -93,16 +93,24 @@ export function PageInspector({ map, drawn, columns, children }: InspectorProps)
   );
 }
 
-/** The pages of the shown conversation, looked up anew while they are shown. */
-function useHeldPages(): HeldPages {
+/** The pages of the shown conversation, looked up anew when the map has changed. */
+function useHeldPages(map: string): HeldPages {
   const chat = useChat();
   const thread = chat.thread.value;
   const live = chat.live.value;
   const leaf = thread.tree.value.leaf.value;
-  const watch = useMemo(
-    () => new Poller(() => readHeldPages(thread, systemPrompt.peek()), POLL_MS),
-    [thread, live, leaf],
-  );
+  const changes = useRef(0); // of the map
+  useEffect(() => void changes.current++, [map]);
+  const watch = useMemo(() => {
+    let [held, seen] = [NO_PAGES, -1];
+    const read = async () => {
+      const now = changes.current;
+      if (now !== seen) held = await readHeldPages(thread, systemPrompt.peek());
+      seen = now;
+      return held;
+    };
+    return new Poller(read, POLL_MS);
+  }, [thread, live, leaf]);
   const isStored = thread.id.value !== null && leaf !== null;
   useEffect(() => (isStored ? watch.start() : undefined), [watch, isStored]);
   return watch.current.value ?? NO_PAGES;

@@ -100,9 +100,15 @@ function ConversationRow({ conversation }: { conversation: WireConversation }) {
     if (name !== null) void chat.conversations.rename(id, name.trim());
     setTimeout(() => button.current?.focus()); // after the row is rendered again
   };
+  const remove = () => {
+    const rows = [...document.querySelectorAll<HTMLElement>(".conversation-open")];
+    const at = rows.indexOf(button.current!);
+    (rows[at + 1] ?? rows[at - 1])?.focus(); // otherwise the focus is lost with the row
+    chat.remove(id);
+  };
   const onKeyDown = (event: KeyboardEvent) => {
     if (event.key === "F2") renaming.value = true;
-    else if (event.key === "Delete") chat.remove(id);
+    else if (event.key === "Delete") remove();
     else return;
     event.preventDefault();
   };
@@ -131,7 +137,7 @@ function ConversationRow({ conversation }: { conversation: WireConversation }) {
         class="tool conversation-menu"
         label={`Menu of ${title}`}
         note={chat.cacheCoverage.of(id)?.text}
-        items={menuItems(chat, conversation, () => (renaming.value = true))}
+        items={menuItems(chat, conversation, () => (renaming.value = true), remove)}
       >
         <More />
       </MenuButton>
@@ -139,7 +145,12 @@ function ConversationRow({ conversation }: { conversation: WireConversation }) {
   );
 }
 
-function menuItems(chat: ReturnType<typeof useChat>, head: WireConversation, rename: () => void): MenuItem[] {
+function menuItems(
+  chat: ReturnType<typeof useChat>,
+  head: WireConversation,
+  rename: () => void,
+  remove: () => void,
+): MenuItem[] {
   const { id } = head;
   const pinned = isPinned(head.metadata);
   const sharing: MenuItem[] =
@@ -157,7 +168,7 @@ function menuItems(chat: ReturnType<typeof useChat>, head: WireConversation, ren
     { label: "Export as JSON", icon: <Download />, line: true, run: () => void exportConversation(chat, id, "json") },
     { label: "Export as Markdown", icon: <Download />, run: () => void exportConversation(chat, id, "markdown") },
     { label: "Export as HTML", icon: <Download />, run: () => void exportConversation(chat, id, "html") },
-    { label: "Delete", icon: <Trash />, keys: "Del", danger: true, line: true, run: () => chat.remove(id) },
+    { label: "Delete", icon: <Trash />, keys: "Del", danger: true, line: true, run: remove },
   ];
 }
 

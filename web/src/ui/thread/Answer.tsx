@@ -7,10 +7,10 @@ import type { Message } from "../../chat/tree";
 import type { Turn } from "../../chat/turn";
 import { openStream } from "../../markdown/textStream";
 import { useChat } from "../context";
-import { Again, Beams, Columns, Edit, Fork } from "../icons";
+import { Again, Beams, Columns, Edit, Tokens } from "../icons";
 import { lazy } from "../lazy";
 import type { MenuItem } from "../Menu";
-import { panel, togglePanel } from "../navigation";
+import { comparedAnswer, panel, togglePanel } from "../navigation";
 import { ReadAloudButton } from "../ReadAloud";
 import { AnswerStats, UnsavedBadge } from "./AnswerStats";
 import { type EditorAction, MessageEditor, MessageMenu } from "./MessageEditor";
@@ -30,8 +30,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
   const isEmpty = useComputed(() => message.text.value === ""); // not the text itself, which changes with every frame
   const inspector = chat.forks.inspector.value;
   const tokens = inspector?.message === message && inspector.word === null ? inspector : null;
-  const editing = useSignal<"text" | "settings" | null>(null);
-  const stopEditing = () => (editing.value = null);
+  const editing = useSignal(false);
   const clickTimer = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
   const onClick = (event: MouseEvent) => {
     clearTimeout(clickTimer.current);
@@ -48,11 +47,18 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
       if (getSelection()?.isCollapsed !== false) void chat.forks.open(message, { offset, box });
     }, DOUBLE_CLICK_MS);
   };
-  if (editing.value === "text") return <AnswerEditor message={message} onClose={stopEditing} />;
-  const other = otherVersion(chat.thread.value.tree.value.siblings(message), message);
+  const regenerate = useRef<HTMLButtonElement>(null);
+  const isIdle = !open && chat.live.value === null;
+  // the row has the focus after Regenerate
+  useLayoutEffect(() => {
+    if (isIdle && document.activeElement === regenerate.current?.closest(".row"))
+      regenerate.current?.focus({ preventScroll: true });
+  }, [isIdle]);
+  if (editing.value) return <AnswerEditor message={message} onClose={() => (editing.value = false)} />;
+  const other = otherVersion(chat.thread.value.tree.value.versions(message), message);
   const menu: MenuItem[] = [
-    { label: "Edit", icon: <Edit />, run: () => (editing.value = "text") },
-    { label: "Compare settings…", icon: <Columns />, run: () => (editing.value = "settings") },
+    { label: "Edit", icon: <Edit />, run: () => (editing.value = true) },
+    { label: "Compare settings…", icon: <Columns />, run: () => (comparedAnswer.value = message) },
   ];
   if (other)
     menu.push({ label: other.label, icon: <Columns />, run: () => (chat.thread.value.compared.value = other.pair) });
@@ -64,7 +70,9 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
       {message.calls.value.length > 0 && <ToolCalls message={message} />}
       <Ending message={message} alone />
       {turn && <SchemaStatus message={message} turn={turn} />}
-      {editing.value === "settings" && <CompareSettingsForm message={message} onClose={stopEditing} />}
+      {comparedAnswer.value === message && (
+        <CompareSettingsForm message={message} onClose={() => (comparedAnswer.value = null)} />
+      )}
       {!open && (
         <div class="answer-foot">
           <div class="tools">
@@ -74,6 +82,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
             <button
               type="button"
               class="tool tool-regenerate"
+              ref={regenerate}
               aria-label="Regenerate"
               title="Regenerate"
               disabled={chat.live.value !== null}
@@ -90,7 +99,7 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
               disabled={!tokens && !chat.forks.canOpen(message)}
               onClick={() => (tokens ? chat.forks.close() : void chat.forks.open(message))}
             >
-              <Fork />
+              <Tokens />
             </button>
             <MessageMenu message={message} entries={menu} />
             {turn && turn.candidates.length > 1 && (
@@ -130,6 +139,7 @@ function AnswerEditor({ message, onClose }: { message: Message; onClose: () => v
       text={message.text.value}
       hint="The old version stays as a branch. Continue: the model goes on from this text."
       actions={actions}
+      isTall
       onClose={onClose}
     />
   );

@@ -78,7 +78,7 @@ function ForkCostBadge({ turn, usage }: { turn: Turn; usage: Usage }) {
   const title = `Branched ${position}: ${shared}.`;
   return (
     <span class="badge fork-chip" title={title} data-copied={pages ?? undefined} data-prefilled={prefilled}>
-      {pages === null ? "Branched" : `${plural(pages, "page")} copied`}, {plural(prefilled, "token")} prefilled
+      {pages === null ? "Branched" : `${plural(pages, "page")} copied`}, {plural(prefilled, "token")} computed
     </span>
   );
 }
@@ -90,15 +90,15 @@ export function prefilledTokens(usage: Usage): number {
 
 const MISS_REASONS: Readonly<Record<string, string>> = {
   never_computed: "new text",
-  evicted: "evicted: its pages were reused",
-  diverged: "differs from the cached text",
-  no_state: "no snapshot of the recurrent state is kept there",
-  template_changed: "the chat template changed the history",
+  evicted: "its place in the cache was needed for other texts",
+  diverged: "the text differs from there",
+  no_state: "the model kept no state to continue from",
+  template_changed: "the chat format changed earlier messages",
 };
 
-/** Describe the first cache miss. */
+/** Describe the first cache miss in plain words. */
 export function describeMiss(miss: CacheMiss): string {
-  return `miss at token ${miss.at_token}: ${MISS_REASONS[miss.reason] ?? miss.reason}`;
+  return `computed from token ${miss.at_token}: ${MISS_REASONS[miss.reason] ?? miss.reason}`;
 }
 
 // -- Strip of cells: which part of the prompt was cached (filled) and which was computed (outlined)

@@ -4,7 +4,7 @@ import type { Message } from "../../chat/tree";
 import { useChat } from "../context";
 import { Fork, More, Trash } from "../icons";
 import { MenuButton, type MenuItem } from "../Menu";
-import { closeSidebarIfNarrow, focusComposer } from "../navigation";
+import { closeSidebarIfNarrow, focusComposer, restoredMessage } from "../navigation";
 
 export interface EditorAction {
   readonly label: string;
@@ -16,10 +16,11 @@ interface EditorProps {
   readonly text: string;
   readonly hint: string;
   readonly actions: readonly EditorAction[]; // Enter runs the last one
+  readonly isTall?: boolean; // on a narrow screen it takes most of the height
   readonly onClose: () => void;
 }
 
-export function MessageEditor({ label, text, hint, actions, onClose }: EditorProps) {
+export function MessageEditor({ label, text, hint, actions, isTall = false, onClose }: EditorProps) {
   const area = useRef<HTMLTextAreaElement>(null);
   // before the paint, so that no key press is lost
   useLayoutEffect(() => {
@@ -47,7 +48,7 @@ export function MessageEditor({ label, text, hint, actions, onClose }: EditorPro
     }
   };
   return (
-    <div class="user-message user-editor">
+    <div class={`user-message user-editor ${isTall ? "user-editor-tall" : ""}`}>
       <textarea
         ref={area}
         aria-label={label}
@@ -94,12 +95,13 @@ export function MessageMenu({ message, entries }: { message: Message; entries: r
     closeSidebarIfNarrow();
     await chat.open(id);
   };
+  const remove = () => chat.edits.remove(message, () => (restoredMessage.value = message));
   const items: MenuItem[] = chat.live.value
     ? []
     : [
         ...entries,
         { label: "Branch into a new chat", icon: <Fork />, run: () => void branch() },
-        { label: "Delete", icon: <Trash />, danger: true, line: true, run: () => chat.edits.remove(message) },
+        { label: "Delete", icon: <Trash />, danger: true, line: true, run: remove },
       ];
   return (
     <MenuButton

@@ -142,7 +142,7 @@ export function Ending({ message, alone = false }: { message: Message; alone?: b
 
 export function VersionSwitcher({ message }: { message: Message }) {
   const chat = useChat();
-  const siblings = chat.thread.value.tree.value.siblings(message);
+  const siblings = chat.thread.value.tree.value.versions(message);
   if (siblings.length < 2) return null;
   const at = siblings.indexOf(message);
   const go = (step: number) => {

@@ -9,7 +9,7 @@ import { useChat } from "../context";
 import { EmptyState } from "../EmptyState";
 import { Down } from "../icons";
 import { lazy } from "../lazy";
-import { requestedMessage } from "../navigation";
+import { focusComposer, requestedMessage, restoredMessage } from "../navigation";
 import { Answer, LiveBeams } from "./Answer";
 import { Candidates } from "./Candidates";
 import { ThreadScroll } from "./threadScroll";
@@ -35,6 +35,7 @@ export function ThreadView() {
     if (chat.live.value) scroll.scrollToEnd();
   });
   useLayoutEffect(() => scroll.restorePosition());
+  useKeptFocus(scroll, thread, path);
   useRequestedMessage(scroll, thread, path);
 
   return (
@@ -101,6 +102,27 @@ function RowSlot({ message, scroll, ariaProps }: { message: Message; scroll: Thr
       <MessageRow message={message} />
     </div>
   );
+}
+
+const labelOf = (element: Element | null) => element?.getAttribute("aria-label") ?? element?.textContent;
+
+/** Keep the focus in the thread when the row that has it is replaced or removed, as by Regenerate and Delete. */
+function useKeptFocus(scroll: ThreadScroll, thread: Thread, path: readonly Message[]): void {
+  const former = useRef({ thread, path });
+  const focused = document.activeElement; // before the rows are rendered
+  const key = focused?.closest<HTMLElement>(".row")?.dataset.key;
+  useLayoutEffect(() => {
+    const { thread: formerThread, path: formerPath } = former.current;
+    former.current = { thread, path };
+    const restored = restoredMessage.value;
+    restoredMessage.value = null;
+    const at = restored === null ? formerPath.findIndex((message) => message.key === key) : path.indexOf(restored);
+    const isLost = restored !== null || (thread === formerThread && document.activeElement === document.body);
+    if (at < 0 || !isLost) return;
+    const message = path[Math.min(at, path.length - 1)];
+    if (message) scroll.focusRow(message, labelOf(focused));
+    else focusComposer();
+  }, [path, restoredMessage.value]);
 }
 
 /** Scroll to the requested message when it is loaded; show its branch first if necessary. */

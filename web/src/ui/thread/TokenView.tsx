@@ -318,8 +318,7 @@ function Choices({ response }: { response: AlternativesResponse }) {
               disabled={choice.ends || chat.live.value !== null}
               onClick={() => {
                 chat.forks.branch(choice);
-                // on a phone the focus would open the keyboard
-                if (matchMedia("(hover: hover)").matches) focusComposer();
+                focusComposer();
               }}
             >
               <span class="choice-text">{choice.ends ? "end of answer" : showWhitespace(choice.text)}</span>

@@ -5,7 +5,7 @@ import type { ComponentChildren } from "preact";
 import { useEffect } from "preact/hooks";
 import type { WireCall } from "../../api/frames";
 import { truncate } from "../../app/format";
-import { allowTool, continueAnswer, declineCall, runCall, toolName } from "../../chat/toolLoop";
+import { allowTool, continueAnswer, declineCall, endingOf, runCall, toolName } from "../../chat/toolLoop";
 import type { CallRun, Message } from "../../chat/tree";
 import { useChat } from "../context";
 import { CopyButton } from "./MessageParts";
@@ -62,7 +62,7 @@ function ToolCall({ call, output, run, children }: CallProps) {
     <details class="tool-call" open={Boolean(children) || run?.phase === "running"}>
       <summary>
         <b>{name}</b> <code>{truncate(call.arguments, SUMMARY_CHARS)}</code>
-        <span class="hint">{children ? "not run yet" : describe(run, result)}</span>
+        <span class="hint">{children ? "not run yet" : describe(call, run, result)}</span>
       </summary>
       <Part title="Arguments" text={sent} label={`Copy the arguments of ${name}`} />
       {children}
@@ -78,12 +78,13 @@ function ToolCall({ call, output, run, children }: CallProps) {
   );
 }
 
-/** Say how a call ended, and how long it took if this page ran it. */
-function describe(run: CallRun | undefined, result: string | undefined): string {
+/** Say how a call ended, and how long it took if this browser ran it. */
+function describe(call: WireCall, run: CallRun | undefined, result: string | undefined): string {
   if (run?.phase === "running") return "running";
   if (result === undefined) return "no result";
-  const kind = run?.isError ? "error" : "result";
-  return typeof run?.seconds === "number" ? `${kind}, ${run.seconds.toFixed(2)} s` : kind;
+  const ending = endingOf(call.call_id, run);
+  const kind = ending?.isError ? "error" : "result";
+  return typeof ending?.seconds === "number" ? `${kind}, ${ending.seconds.toFixed(2)} s` : kind;
 }
 
 function Confirmation({ message, call }: { message: Message; call: WireCall }) {

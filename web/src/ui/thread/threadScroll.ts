@@ -10,6 +10,7 @@ const MARGIN_PX = 16;
 const HIGHLIGHT_MS = 1600;
 const USER_SCROLL_MS = 1000; // for this long after an input event, scrolling is attributed to the user
 const PRINT_EVENTS = ["beforeprint", "afterprint"];
+const FORMS = ".compare-form, .user-editor";
 const USER_INPUT_EVENTS = ["wheel", "touchmove", "pointerdown", "keydown"];
 
 interface Anchor {
@@ -23,11 +24,13 @@ export class ThreadScroll {
   private box: HTMLElement | null = null;
   private topPx = Infinity; // Infinity: the end
   private heightPx = 0;
+  private ownTopPx = -1; // position that was restored last
   private contentPx = 0; // scrollHeight when the position was last restored
   private isPrinting = false; // paper shows all rows
   private userInputMs = -Infinity;
   private anchor: Anchor | null = null;
   private focused: string | null = null;
+  private form: HTMLElement | null = null; // the last one that got the focus
   private path: readonly Message[] = [];
   private starts: readonly number[] = [0];
   private shown: readonly number[] = [];
@@ -93,6 +96,7 @@ export class ThreadScroll {
       // the start page is shown from its top
       const end = this.path.length === 0 ? 0 : box.scrollHeight - box.clientHeight;
       if (Math.abs(box.scrollTop - end) >= 1) box.scrollTop = end;
+      this.ownTopPx = box.scrollTop;
       return;
     }
     const row = this.anchor && this.rows.get(this.anchor.key);
@@ -105,7 +109,8 @@ export class ThreadScroll {
     const { box } = this;
     if (!box) return;
     const nowMs = performance.now();
-    if (nowMs - this.userInputMs < USER_SCROLL_MS) this.userInputMs = nowMs;
+    const isUser = nowMs - this.userInputMs < USER_SCROLL_MS && box.scrollTop !== this.ownTopPx;
+    if (isUser) this.userInputMs = nowMs;
     // layout changed the position, not the user
     else if (this.pinned.peek() && box.scrollHeight !== this.contentPx) this.restorePosition();
     const upwards = Number.isFinite(this.topPx) && box.scrollTop < this.topPx - 1;
@@ -122,9 +127,25 @@ export class ThreadScroll {
   onFocusMoved(target: EventTarget | null): void {
     const row = target instanceof Element ? target.closest<HTMLElement>("[data-key]") : null;
     this.focused = row?.dataset.key ?? null; // the focused row stays in the document
+    const form = row?.querySelector<HTMLElement>(FORMS);
+    if (!form || form === this.form || !form.contains(target as Node)) return;
+    this.form = form; // not when the focus returns to it
+    this.scrollToForm(form);
+  }
+
+  /** Show a form that was opened in a row from its top, if it does not fit below. */
+  private scrollToForm(form: HTMLElement): void {
+    const { box } = this;
+    if (!box || (this.offsetOf(form) >= 0 && form.getBoundingClientRect().bottom <= box.getBoundingClientRect().bottom))
+      return;
+    this.pinned.value = false;
+    box.scrollTop += this.offsetOf(form) - MARGIN_PX;
+    this.topPx = box.scrollTop;
+    this.saveAnchor();
   }
 
   scrollToEnd(): void {
+    this.userInputMs = -Infinity; // earlier input does not explain the next changes of the position
     this.anchor = null;
     this.topPx = Infinity;
     this.pinned.value = true;
@@ -141,6 +162,14 @@ export class ThreadScroll {
     this.topPx = Math.max(0, this.starts[index]! - MARGIN_PX);
     this.redraw();
     requestAnimationFrame(() => this.highlight(message.key));
+  }
+
+  /** Focus the button with this name in the row of `message`, or the row itself. */
+  focusRow({ key }: Message, name: string | null | undefined): void {
+    const row = this.rows.get(key);
+    const buttons = [...(row?.querySelectorAll<HTMLElement>("button:enabled") ?? [])];
+    const same = buttons.find((button) => button.getAttribute("aria-label") === name);
+    (same ?? row)?.focus({ preventScroll: true });
   }
 
   private highlight(key: string): void {
