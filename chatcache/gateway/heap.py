@@ -1,7 +1,7 @@
 """Return free memory to the system after large requests.
 
 The C library keeps what large bodies and answers have used, in a heap for each thread that has processed one.
-`HeapTrimmer` gives it back once the resident memory has changed; on other systems than Linux with glibc it does nothing.
+`HeapTrimmer` gives it back once the resident memory has changed. Without glibc it does nothing.
 """
 
 from __future__ import annotations

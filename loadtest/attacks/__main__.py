@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     figures: list[Figure] = []
     for name in args.only:
         attack = ATTACKS[name]
-        with running_server(attack.server_arguments) as target:
+        with running_server() as target:
             found = asyncio.run(measure_attack(attack, target, args.seconds, args.settle))
         for figure in found:
             print(figure.line(), flush=True)

@@ -145,14 +145,14 @@ def test_checkpoints_of_many_candidates_leave_the_event_loop_turns_in_between(
                 num_turns[0] += 1
                 await asyncio.sleep(0)
 
-        while not all(each.num_tokens for each in cast(LiveResponse, run)._reply.candidates):
-            await asyncio.sleep(0.01)
         counting = asyncio.create_task(count_turns())
         monkeypatch.setattr(Candidate, "snapshot", count_snapshot)
         found = await run.checkpoints()
         counting.cancel()
         return restore(each.data for each in found)
 
+    candidates = cast(LiveResponse, run)._reply.candidates
+    wait_until(lambda: all(each.num_tokens for each in candidates), "a token of each candidate")
     items = server.call(save())
     assert [item.index for item in items] == list(range(32)) and all(item.text for item in items)
     assert snapshots.total() == 32 and max(snapshots.values()) == 4
