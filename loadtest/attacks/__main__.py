@@ -7,7 +7,14 @@ import asyncio
 import sys
 
 from chatcache.bench.report import Figure, figure_table
-from loadtest.attacks import json_bodies, large_conversation, many_reads, output_logprobs, websocket_frames
+from loadtest.attacks import (
+    chat_logprobs,
+    json_bodies,
+    large_conversation,
+    many_reads,
+    output_logprobs,
+    websocket_frames,
+)
 from loadtest.attacks.harness import Attack, measure_attack, running_server
 
 _ATTACKS = (
@@ -15,6 +22,7 @@ _ATTACKS = (
     many_reads.ATTACK,
     websocket_frames.ATTACK,
     output_logprobs.ATTACK,
+    chat_logprobs.ATTACK,
     json_bodies.ATTACK,
 )
 ATTACKS: dict[str, Attack] = {attack.name: attack for attack in _ATTACKS}
