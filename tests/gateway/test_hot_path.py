@@ -73,7 +73,7 @@ async def test_stream_of_fast_chunks_equals_the_full_stream() -> None:
 
 async def test_stream_of_chunks_with_logprobs_leaves_the_event_loop_turns() -> None:
     """The events of a step of many candidates are here at once."""
-    entry = TokenLogprob(-1.0, ((1, -1.0),) * 20)
+    entry, num_turns, chunks_by_turn = TokenLogprob(-1.0, ((1, -1.0),) * 20), 0, Counter[int]()
 
     async def events() -> AsyncIterator[ReplyEvent]:
         yield ReplyStarted(2, 0)
@@ -86,7 +86,7 @@ async def test_stream_of_chunks_with_logprobs_leaves_the_event_loop_turns() -> N
             num_turns += 1
             await asyncio.sleep(0)
 
-    head, num_turns, chunks_by_turn = CompletionHead("chatcmpl-1", 7, "m", "f"), 0, Counter[int]()
+    head = CompletionHead("chatcmpl-1", 7, "m", "f")
     writer = ChatCompletionWriter(head, tiny_tokenizer(), (1, 2), 2, with_logprobs=True)
     counting = asyncio.create_task(count_turns())
     async for _ in writer.chunks(events()):
