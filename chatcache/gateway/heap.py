@@ -44,7 +44,7 @@ def trim_heap() -> None:
 
 
 class HeapTrimmer:
-    """Trims the heap when the resident memory has changed by `MIN_CHANGE_BYTES`, and once more when it is steady.
+    """Trims the heap when the resident memory has changed by `MIN_CHANGE_BYTES`, and once more when it is unchanged.
 
     Large blocks are given back by themselves when they are freed, so that memory which shrinks means that more is free.
     """

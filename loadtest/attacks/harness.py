@@ -204,8 +204,8 @@ async def measure_attack(attack: Attack, target: Target, seconds: float, settle_
     idle = await measure_victim(target, seconds)
     loaded: VictimTimes | None = None
     if attack.run_load is not None:
-        loaded = await _measure_beside(attack.run_load, target, seconds, settle_s)
-    attacked = await _measure_beside(attack.run, target, seconds, settle_s)
+        loaded = await _measure_during(attack.run_load, target, seconds, settle_s)
+    attacked = await _measure_during(attack.run, target, seconds, settle_s)
     rss_after = target.rss_mib()
     growth = max(0.0, rss_after - rss_before)
     name = f"{attack.name}: memory growth ({rss_before:.0f} to {rss_after:.0f} MiB)"
@@ -216,7 +216,7 @@ async def measure_attack(attack: Attack, target: Target, seconds: float, settle_
 def latency_figures(name: str, idle: VictimTimes, loaded: VictimTimes | None, attacked: VictimTimes) -> list[Figure]:
     """Return the victim's p99, and the CPU time of the gateway, next to those without the attack.
 
-    With `loaded`, the times beside the load without the attack, the goal is that of the comparison with these.
+    With `loaded`, the times during the load without the attack, the goal is that of the comparison with these.
     """
     goal, idle_ms, figures = f"<= {MAX_P99_RATIO:g}", idle.p99_ms(), list[Figure]()
     for kind, value in attacked.p99_ms().items():
@@ -231,7 +231,7 @@ def latency_figures(name: str, idle: VictimTimes, loaded: VictimTimes | None, at
     return figures
 
 
-async def _measure_beside(run: Run, target: Target, seconds: float, settle_s: float) -> VictimTimes:
+async def _measure_during(run: Run, target: Target, seconds: float, settle_s: float) -> VictimTimes:
     """Measure the victim while another process runs, with a pause before and after."""
     with _running(run, target):
         await asyncio.sleep(settle_s)

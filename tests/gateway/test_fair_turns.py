@@ -114,7 +114,7 @@ async def test_owner_has_one_turn_of_work_for_each_turn_of_another(monkeypatch: 
     assert order[12:] == ["again"]
 
 
-async def test_heap_trimmer_after_a_change_of_memory_trims_until_it_is_steady() -> None:
+async def test_heap_trimmer_after_a_change_of_memory_trims_until_it_is_unchanged() -> None:
     sizes, trimmed = [100 * MIB], list[int]()
     trimmer = HeapTrimmer(lambda: sizes[0], lambda: trimmed.append(sizes[0]))
 
