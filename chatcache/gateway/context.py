@@ -175,7 +175,7 @@ class Gateway:
     pdf_throttle: TextThrottle = field(default_factory=lambda: TextThrottle(activity="read as PDFs"))
     pdf_texts: FileTexts = field(default_factory=FileTexts)
     socket_limiter: SocketLimiter = field(default_factory=SocketLimiter)
-    socket_turns: LoopTurns = field(default_factory=LoopTurns)
+    loop_turns: LoopTurns = field(default_factory=LoopTurns)
     prompt_history: PromptHistory = field(default_factory=PromptHistory)
     openapi: bytes | None = None
     _interrupted: set[str] = field(default_factory=set)

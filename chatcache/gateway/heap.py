@@ -1,7 +1,7 @@
 """Return free memory to the system after large requests.
 
 The C library keeps what large bodies and answers have used, in a heap for each thread that has processed one.
-`HeapTrimmer` gives it back once the resident memory has grown; on other systems than Linux with glibc it does nothing.
+`HeapTrimmer` gives it back once the resident memory has changed. Without glibc it does nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 INTERVAL_S = 2.0
-MIN_GROWTH_BYTES = 16 << 20
+MIN_CHANGE_BYTES = 8 << 20
 MIN_MAPPED_BYTES = 256 << 10
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
 _STATUS = Path("/proc/self/statm")
@@ -44,13 +44,16 @@ def trim_heap() -> None:
 
 
 class HeapTrimmer:
-    """Trims the heap when the memory has grown by `MIN_GROWTH_BYTES`, and once more when it grows no longer."""
+    """Trims the heap when the resident memory has changed by `MIN_CHANGE_BYTES`, and once more when it is unchanged.
+
+    Large blocks are given back by themselves when they are freed, so that memory which shrinks means that more is free.
+    """
 
     def __init__(self, measure: Callable[[], int] = resident_bytes, trim: Callable[[], None] = trim_heap) -> None:
         self._measure = measure
         self._trim = trim
         self._last_bytes = measure()
-        self._has_grown = False
+        self._has_changed = False
 
     async def loop(self) -> None:
         """Check every `INTERVAL_S` until cancelled."""
@@ -59,10 +62,9 @@ class HeapTrimmer:
             await self.check()
 
     async def check(self) -> None:
-        """Trim the heap, in a thread, if the memory has grown since the last check, or before it."""
-        num_bytes = self._measure()
-        had_grown, self._has_grown = self._has_grown, num_bytes >= self._last_bytes + MIN_GROWTH_BYTES
-        if had_grown or self._has_grown:
+        """Trim the heap, in a thread, if the memory has changed since the last trim, or had at the last check."""
+        had_changed = self._has_changed
+        self._has_changed = abs(self._measure() - self._last_bytes) >= MIN_CHANGE_BYTES
+        if had_changed or self._has_changed:
             await asyncio.to_thread(self._trim)
-            num_bytes = self._last_bytes = self._measure()
-        self._last_bytes = min(self._last_bytes, num_bytes)
+            self._last_bytes = self._measure()

@@ -63,6 +63,16 @@ class Turns:
         self._since_s = time.perf_counter()
 
 
+class NoTurns(Turns):
+    """Pauses nothing: the work is short."""
+
+    def end_piece(self) -> None:
+        """Continue at once."""
+
+
+NO_TURNS = NoTurns()
+
+
 def find_marks(raw: bytes, turns: Turns) -> Marks:
     """Find the structure of a JSON text that is valid or invalid from some byte on."""
     places: list[NDArray[np.int32]] = []
@@ -205,15 +215,7 @@ class _Run(NamedTuple):
 
 def _num_colons(encoded: bytes) -> int:
     """Count the members of all objects in a text that was encoded by msgspec."""
-    return int((find_marks(encoded, _NO_TURNS).kind == _COLON).sum())
-
-
-class _NoTurns(Turns):
-    def end_piece(self) -> None:
-        """Continue at once."""
-
-
-_NO_TURNS = _NoTurns()
+    return int((find_marks(encoded, NO_TURNS).kind == _COLON).sum())
 
 
 def _moved(message: str, by: int) -> str:

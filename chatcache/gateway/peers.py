@@ -256,10 +256,10 @@ class RemoteResponse:
             return await self._peers.find_runner(self.id) != self._runner
         return False
 
-    def checkpoint(self) -> ReplyCheckpoint | None:
-        return None
+    async def checkpoints(self) -> list[ReplyCheckpoint]:
+        return []
 
-    def confirm_checkpoint(self) -> None:
+    def confirm_checkpoints(self) -> None:
         pass
 
     async def reply_prefix(

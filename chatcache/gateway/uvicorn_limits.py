@@ -240,7 +240,7 @@ class BoundedWebSocket(_StallGuard, WebSocketsSansIOProtocol):
             self.transport.pause_reading()
             scope = cast(Scope, self.scope)
             principal = find_principal(scope)
-            turns = gateway_of(HTTPConnection(scope)).socket_turns
+            turns = gateway_of(HTTPConnection(scope)).loop_turns
             turns.add(principal.owner if principal is not None else "", self._take_turn)
 
     def _take_turn(self, deadline_s: float) -> bool:

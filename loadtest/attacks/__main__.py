@@ -7,7 +7,14 @@ import asyncio
 import sys
 
 from chatcache.bench.report import Figure, figure_table
-from loadtest.attacks import json_bodies, large_conversation, many_reads, output_logprobs, websocket_frames
+from loadtest.attacks import (
+    chat_logprobs,
+    json_bodies,
+    large_conversation,
+    many_reads,
+    output_logprobs,
+    websocket_frames,
+)
 from loadtest.attacks.harness import Attack, measure_attack, running_server
 
 _ATTACKS = (
@@ -15,6 +22,7 @@ _ATTACKS = (
     many_reads.ATTACK,
     websocket_frames.ATTACK,
     output_logprobs.ATTACK,
+    chat_logprobs.ATTACK,
     json_bodies.ATTACK,
 )
 ATTACKS: dict[str, Attack] = {attack.name: attack for attack in _ATTACKS}
@@ -47,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     figures: list[Figure] = []
     for name in args.only:
         attack = ATTACKS[name]
-        with running_server(attack.server_arguments) as target:
+        with running_server() as target:
             found = asyncio.run(measure_attack(attack, target, args.seconds, args.settle))
         for figure in found:
             print(figure.line(), flush=True)

@@ -1,4 +1,8 @@
-"""The attacked server, the requests of another tenant, and the figures of one attack."""
+"""The attacked server, the requests of another tenant, and the figures of one attack.
+
+All processes share the processors of the machine. Therefore the attacking process has the lowest priority and does
+little itself, and a request that the engine takes no part in ("read") shows what the gateway alone makes of the attack.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +31,11 @@ from chatcache.bench.report import Figure, compare, percentiles
 MAX_P99_RATIO = 2.0
 MAX_GROWTH_MIB = 64.0
 _START_TIMEOUT_S = 120.0
-_VICTIM_PAUSE_S = 0.02
+_PAUSE_S = 0.02
 _STREAM_TOKENS = 200
 _MAX_WAIT_S = 120.0
+
+Run = Callable[["Target"], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,42 +64,51 @@ class Target:
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
+    def cpu_s(self) -> float:
+        """Return the CPU time that the gateway process has used."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
 
 @dataclass(frozen=True, slots=True)
 class Attack:
     """One attack.
 
-    `run`, a function of a module, attacks until its process is killed. `server_arguments` are passed to `serve`.
+    `run`, a function of a module, attacks until its process is killed. `run_load`, if the attack has the engine compute
+    a lot: the same requests without what makes them expensive for the gateway. All clients share the engine with them,
+    so that others are compared with what they notice of this load.
     """
 
     name: str
     summary: str
-    run: Callable[[Target], Coroutine[Any, Any, None]]
-    server_arguments: tuple[str, ...] = ()
+    run: Run
+    run_load: Run | None = None
 
 
 @dataclass(slots=True)
 class VictimTimes:
-    """Seconds that the requests of the victim took."""
+    """Seconds that the requests of the victim took, and what part of a processor the gateway used meanwhile."""
 
     responses_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
+    reads_s: list[float] = field(default_factory=list)
+    gateway_cpu: float = 0.0
 
     def p99_ms(self) -> dict[str, float]:
         """Return the 99th percentile by kind of request."""
-        kinds = {"response": self.responses_s, "token gap": self.gaps_s}
+        kinds = {"response": self.responses_s, "token gap": self.gaps_s, "read": self.reads_s}
         return {kind: percentiles(values, (99,), scale=1000.0)["p99"] for kind, values in kinds.items() if values}
 
 
 @contextlib.contextmanager
-def running_server(arguments: Sequence[str] = ()) -> Iterator[Target]:
+def running_server() -> Iterator[Target]:
     """Start `chatcache serve` with the demo model and one key each for the attacker and the victim."""
     with tempfile.TemporaryDirectory() as folder:
         database = str(Path(folder) / "chat.db")
         keys = [_create_key(tenant, database) for tenant in ("attacker", "victim")]
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port: int = probe.getsockname()[1]
-        command = [sys.executable, "-m", "chatcache", "serve", "--port", str(port), "--db", database, *arguments]
+        command = [sys.executable, "-m", "chatcache", "serve", "--port", str(port), "--db", database]
         log = Path(folder) / "server.log"
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, cwd=folder, env=_environment())
@@ -132,13 +147,14 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 async def measure_victim(target: Target, seconds: float) -> VictimTimes:
-    """Send short responses and one stream after another as the victim, for `seconds`.
+    """Send short responses, one stream after another and reads as the victim, for `seconds`.
 
     Raises: TimeoutError if a request has not ended `_MAX_WAIT_S` later.
     """
-    times, deadline_s = VictimTimes(), time.monotonic() + seconds
+    times, start_s, cpu_s = VictimTimes(), time.monotonic(), target.cpu_s()
     async with asyncio.timeout(seconds + _MAX_WAIT_S), target.client(target.victim_key) as http:
-        await asyncio.gather(_respond(http, times, deadline_s), _stream(http, times, deadline_s))
+        await asyncio.gather(*(send(http, times, start_s + seconds) for send in (_respond, _stream, _read)))
+    times.gateway_cpu = (target.cpu_s() - cpu_s) / (time.monotonic() - start_s)
     return times
 
 
@@ -150,7 +166,15 @@ async def _respond(http: httpx.AsyncClient, times: VictimTimes, deadline_s: floa
         )
         response.raise_for_status()
         times.responses_s.append(time.perf_counter() - start_s)
-        await asyncio.sleep(_VICTIM_PAUSE_S)
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _read(http: httpx.AsyncClient, times: VictimTimes, deadline_s: float) -> None:
+    while time.monotonic() < deadline_s:
+        start_s = time.perf_counter()
+        (await http.get("/v1/models")).raise_for_status()
+        times.reads_s.append(time.perf_counter() - start_s)
+        await asyncio.sleep(_PAUSE_S)
 
 
 async def _stream(http: httpx.AsyncClient, times: VictimTimes, deadline_s: float) -> None:
@@ -174,46 +198,69 @@ async def _stream(http: httpx.AsyncClient, times: VictimTimes, deadline_s: float
 
 
 async def measure_attack(attack: Attack, target: Target, seconds: float, settle_s: float) -> list[Figure]:
-    """Return the victim's p99 next to its idle p99, and the memory after the attack next to that before."""
+    """Return the figures of `latency_figures`, and the memory after the attack next to that before."""
     await measure_victim(target, settle_s)  # warm caches before memory and latency are read
     rss_before = target.rss_mib()
     idle = await measure_victim(target, seconds)
-    with _running(attack, target):
-        await asyncio.sleep(settle_s)
-        attacked = await measure_victim(target, seconds)
-    await asyncio.sleep(settle_s)
+    loaded: VictimTimes | None = None
+    if attack.run_load is not None:
+        loaded = await _measure_during(attack.run_load, target, seconds, settle_s)
+    attacked = await _measure_during(attack.run, target, seconds, settle_s)
     rss_after = target.rss_mib()
-    idle_ms = idle.p99_ms()
-    figures = [
-        compare(f"{attack.name}: p99 of a {kind}", value, "ms", idle_ms[kind], "idle", f"<= {MAX_P99_RATIO:g}")
-        for kind, value in attacked.p99_ms().items()
-    ]
     growth = max(0.0, rss_after - rss_before)
     name = f"{attack.name}: memory growth ({rss_before:.0f} to {rss_after:.0f} MiB)"
-    return [*figures, compare(name, growth, "MiB", MAX_GROWTH_MIB, "limit", "<= 1")]
+    memory = compare(name, growth, "MiB", MAX_GROWTH_MIB, "limit", "<= 1")
+    return [*latency_figures(attack.name, idle, loaded, attacked), memory]
+
+
+def latency_figures(name: str, idle: VictimTimes, loaded: VictimTimes | None, attacked: VictimTimes) -> list[Figure]:
+    """Return the victim's p99, and the CPU time of the gateway, next to those without the attack.
+
+    With `loaded`, the times during the load without the attack, the goal is that of the comparison with these.
+    """
+    goal, idle_ms, figures = f"<= {MAX_P99_RATIO:g}", idle.p99_ms(), list[Figure]()
+    for kind, value in attacked.p99_ms().items():
+        title = f"{name}: p99 of a {kind}"
+        figures.append(compare(title, value, "ms", idle_ms[kind], "idle", "" if loaded else goal))
+        if loaded is not None:
+            figures.append(compare(title, value, "ms", loaded.p99_ms()[kind], "same load", goal))
+    base, against = (idle, "idle") if loaded is None else (loaded, "same load")
+    figures.append(
+        compare(f"{name}: processors used by the gateway", attacked.gateway_cpu, "", base.gateway_cpu, against)
+    )
+    return figures
+
+
+async def _measure_during(run: Run, target: Target, seconds: float, settle_s: float) -> VictimTimes:
+    """Measure the victim while another process runs, with a pause before and after."""
+    with _running(run, target):
+        await asyncio.sleep(settle_s)
+        times = await measure_victim(target, seconds)
+    await asyncio.sleep(settle_s)
+    return times
 
 
 @contextlib.contextmanager
-def _running(attack: Attack, target: Target) -> Iterator[None]:
+def _running(run: Run, target: Target) -> Iterator[None]:
     """Run an attack meanwhile, in a process of its own.
 
     It has the lowest priority, as if it ran on another machine: what counts is the work of the server.
     Raises: RuntimeError if the attack ended by itself.
     """
-    process = multiprocessing.get_context("spawn").Process(target=_attack, args=(attack, target))
+    process = multiprocessing.get_context("spawn").Process(target=_run_nice, args=(run, target))
     process.start()
     try:
         yield
         if process.exitcode is not None:
-            raise RuntimeError(f"{attack.name} ended with exit code {process.exitcode}")
+            raise RuntimeError(f"the attack ended with exit code {process.exitcode}")
     finally:
         process.kill()
         process.join()
 
 
-def _attack(attack: Attack, target: Target) -> None:
+def _run_nice(run: Run, target: Target) -> None:
     os.nice(19)
-    asyncio.run(attack.run(target))
+    asyncio.run(run(target))
 
 
 async def repeat(

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from functools import partial
 
 import httpx
 
 from loadtest.attacks.harness import Attack, Target, repeat
 
 NUM_CONNECTIONS = 2
-_BODY = {
-    "input": "Tell me a story.",
-    "n": 64,
-    "include": ["message.output_text.logprobs"],
-    "top_logprobs": 20,
-    "max_output_tokens": 200,
-    "ignore_eos": True,
-    "background": True,
-}
+_LOAD = {"input": "Tell me a story.", "n": 64, "max_output_tokens": 200, "ignore_eos": True, "background": True}
+_BODY = {**_LOAD, "include": ["message.output_text.logprobs"], "top_logprobs": 20}
 
 
 async def run(target: Target) -> None:
     """Create responses and read each when it has ended, until cancelled."""
-    await repeat(NUM_CONNECTIONS, _respond, target)
+    await repeat(NUM_CONNECTIONS, partial(_respond, _BODY), target)
 
 
-async def _respond(http: httpx.AsyncClient, number: int) -> None:
-    created = await http.post("/v1/responses", json=_BODY)
+async def run_load(target: Target) -> None:
+    """Create the same responses without log-probabilities: the engine computes as many tokens at once."""
+    await repeat(NUM_CONNECTIONS, partial(_respond, _LOAD), target)
+
+
+async def _respond(body: Mapping[str, object], http: httpx.AsyncClient, number: int) -> None:
+    created = await http.post("/v1/responses", json=body)
     if created.status_code != 200:  # the queue is full
         await asyncio.sleep(0.5)
         return
@@ -37,4 +37,6 @@ async def _respond(http: httpx.AsyncClient, number: int) -> None:
             return
 
 
-ATTACK = Attack("output-logprobs", "background responses with 268,800 log-probabilities each, on 2 connections", run)
+ATTACK = Attack(
+    "output-logprobs", "background responses with 268,800 log-probabilities each, on 2 connections", run, run_load
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -12,16 +13,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from chatcache.conversations.checkpoints import restore
 from chatcache.conversations.fork_points import cut_reply
+from chatcache.conversations.replies.events import ReplyDone
+from chatcache.conversations.replies.service import Candidate
 from chatcache.conversations.tree import Item
 from chatcache.gateway.responses.registry import Checkpointer
+from chatcache.gateway.responses.run import LiveResponse
 from tests.gateway.kept import keeping
 from tests.gateway.scripted import ScriptedServer, scripted
 from tests.gateway.serving import Server, held, wait_until
@@ -114,6 +119,44 @@ def test_tokens_cost_no_checkpoint_work(server: ScriptedServer, monkeypatch: pyt
     server.say(PLAIN)
     assert server.post("/v1/responses", input="Look?")[2]["status"] == "completed"
     assert not calls
+    server.wait_idle()
+
+
+def test_checkpoints_of_many_candidates_leave_the_event_loop_turns_in_between(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_round(self: Checkpointer) -> None: ...
+
+    monkeypatch.setattr(Checkpointer, "save", no_round)
+    server.say(*[PLAIN * 20] * 32)
+    made = server.post("/v1/responses", input="Look?", n=32, max_output_tokens=2000, background=True)[2]
+    run = server.gateway.responses.get("", made["id"]).run
+    assert run is not None
+    num_turns, snapshots = [0], Counter[int]()
+    snapshot = Candidate.snapshot
+
+    def count_snapshot(self: Candidate) -> ReplyDone:
+        snapshots[num_turns[0]] += 1
+        return snapshot(self)
+
+    async def save() -> list[Item]:
+        async def count_turns() -> None:
+            while True:
+                num_turns[0] += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_turns())
+        monkeypatch.setattr(Candidate, "snapshot", count_snapshot)
+        found = await run.checkpoints()
+        counting.cancel()
+        return restore(each.data for each in found)
+
+    candidates = cast(LiveResponse, run)._reply.candidates
+    wait_until(lambda: all(each.num_tokens for each in candidates), "a token of each candidate")
+    items = server.call(save())
+    assert [item.index for item in items] == list(range(32)) and all(item.text for item in items)
+    assert snapshots.total() == 32 and max(snapshots.values()) == 4
+    server.post(f"/v1/responses/{made['id']}/cancel")
     server.wait_idle()
 
 

@@ -10,11 +10,12 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from chatcache.gateway.auth.principal import OPEN_SERVER_PRINCIPAL, Principal, set_principal
-from chatcache.gateway.heap import MIN_GROWTH_BYTES, HeapTrimmer, resident_bytes, trim_heap
+from chatcache.gateway.heap import MIN_CHANGE_BYTES, HeapTrimmer, resident_bytes, trim_heap
 from chatcache.gateway.limits import admission
 from chatcache.gateway.limits.admission import LoopTurns
 from chatcache.gateway.middleware import MAX_OWNER_READS, ReadTurnsMiddleware
 
+MIB = 1 << 20
 ANN, BOB = Principal("key-1", "tenant", "ann"), Principal("key-2", "tenant", "bob")
 
 
@@ -113,22 +114,39 @@ async def test_owner_has_one_turn_of_work_for_each_turn_of_another(monkeypatch: 
     assert order[12:] == ["again"]
 
 
-async def test_heap_is_trimmed_only_after_the_memory_has_grown() -> None:
-    sizes, trimmed = [100 << 20], list[int]()
+async def test_heap_trimmer_after_a_change_of_memory_trims_until_it_is_unchanged() -> None:
+    sizes, trimmed = [100 * MIB], list[int]()
+    trimmer = HeapTrimmer(lambda: sizes[0], lambda: trimmed.append(sizes[0]))
+
+    async def check(size: int) -> list[int]:
+        sizes[0] = size
+        trimmed.clear()
+        await trimmer.check()
+        return list(trimmed)
+
+    almost = MIN_CHANGE_BYTES - 1
+    assert await check(100 * MIB + almost) == []
+    assert await check(140 * MIB) == [140 * MIB]
+    assert await check(140 * MIB) == [140 * MIB], "once more when it grows no longer"
+    assert await check(140 * MIB) == [], "what remains after that is in use"
+    assert await check(140 * MIB - almost) == []
+    assert await check(120 * MIB) == [120 * MIB], "large blocks were freed, and small ones with them"
+    assert await check(120 * MIB) == [120 * MIB]
+    assert await check(120 * MIB) == []
+
+
+async def test_heap_trimmer_counts_changes_from_the_memory_after_the_trim() -> None:
+    sizes, trimmed = [100 * MIB], list[int]()
 
     def trim() -> None:
         trimmed.append(sizes[0])
-        sizes[0] -= 8 << 20
+        sizes[0] = 100 * MIB
 
     trimmer = HeapTrimmer(lambda: sizes[0], trim)
-    for size in (100 << 20, (100 << 20) + MIN_GROWTH_BYTES - 1, (100 << 20) + MIN_GROWTH_BYTES):
+    for size in (140 * MIB, 100 * MIB, 100 * MIB):
         sizes[0] = size
         await trimmer.check()
-    assert trimmed == [(100 << 20) + MIN_GROWTH_BYTES]
-    await trimmer.check()
-    assert len(trimmed) == 2, "once more when the memory grows no longer"
-    await trimmer.check()
-    assert len(trimmed) == 2, "what remains after that is in use"
+    assert trimmed == [140 * MIB, 100 * MIB]
 
 
 def test_trim_heap_is_possible_on_this_system() -> None:

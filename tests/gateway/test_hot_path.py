@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import threading
 import tracemalloc
+from collections import Counter
 from collections.abc import AsyncIterator
 from math import inf
 
@@ -25,6 +27,7 @@ from chatcache.gateway.api.chat_completions import ChatCompletionWriter
 from chatcache.gateway.api.generation import CompleteReply, CompletionHead, FastChunks, collect
 from chatcache.gateway.api.logprobs import LogprobCopy, PackedLogprobs, chat_logprobs
 from chatcache.gateway.json_codec import encode
+from chatcache.gateway.json_pieces import PIECE_BYTES, Turns
 from chatcache.gateway.metrics import UnlockedHistogram
 from chatcache.types.events import TokenLogprob
 from tests.gateway.serving import Server, tiny_tokenizer
@@ -68,6 +71,30 @@ async def test_stream_of_fast_chunks_equals_the_full_stream() -> None:
     assert short == full
 
 
+async def test_stream_of_chunks_with_logprobs_leaves_the_event_loop_turns() -> None:
+    """The events of a step of many candidates are here at once."""
+    entry, num_turns, chunks_by_turn = TokenLogprob(-1.0, ((1, -1.0),) * 20), 0, Counter[int]()
+
+    async def events() -> AsyncIterator[ReplyEvent]:
+        yield ReplyStarted(2, 0)
+        for number in range(64):
+            yield ReplyDelta(number % 2, "x", (5,), (entry,))
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    head = CompletionHead("chatcmpl-1", 7, "m", "f")
+    writer = ChatCompletionWriter(head, tiny_tokenizer(), (1, 2), 2, with_logprobs=True)
+    counting = asyncio.create_task(count_turns())
+    async for _ in writer.chunks(events()):
+        chunks_by_turn[num_turns] += 1
+    counting.cancel()
+    assert chunks_by_turn.total() == 2 + 64 and max(chunks_by_turn.values()) <= 2 + 8
+
+
 def test_reply_delta_is_an_immutable_value() -> None:
     call = CallDelta(0, "{}", "call_1", "f")
     assert ReplyDelta(0, "a", (1,), (), "thought", (call,)) == ReplyDelta(0, "a", (1,), (), "thought", (call,))
@@ -91,6 +118,13 @@ def test_tally_renders_like_a_prometheus_histogram() -> None:
     assert rendered[0] == rendered[1]
 
 
+class CountedTurns(Turns):
+    """Counts the pieces and pauses nothing."""
+
+    def end_piece(self) -> None:
+        self.num_pieces += 1
+
+
 def test_packed_logprobs_return_any_range_in_a_fraction_of_the_memory() -> None:
     """The oracle is the list that is encoded as a whole."""
     tokenizer, draws = tiny_tokenizer(), random.Random(3)
@@ -110,6 +144,10 @@ def test_packed_logprobs_return_any_range_in_a_fraction_of_the_memory() -> None:
     tracemalloc.stop()
     whole = b"".join(entries.read(0, len(entries)))
     assert json.loads(b"[%s]" % whole) == json.loads(encode(expected))
+    assert list(entries.scored()) == list(zip(ids, scores, strict=True))
+    turns = CountedTurns()
+    assert encode(entries.encoded(turns)) == encode(expected)
+    assert len(whole) / (2 * PIECE_BYTES) < turns.num_pieces <= len(whole) / PIECE_BYTES
     assert entries.num_bytes < len(whole) / 4 and num_bytes < entries.num_bytes + 100_000
     assert entries.num_json_bytes(0, len(entries)) == pytest.approx(len(whole), rel=0.3)
     for first, last in ranges:
@@ -126,13 +164,21 @@ class Serializer:
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
+        self.num_kept = -1
 
     def chunks(self, events: AsyncIterator[ReplyEvent]) -> AsyncIterator[object]:
         raise NotImplementedError
 
     def body(self, reply: CompleteReply) -> object:
         self.thread = threading.current_thread()
-        return {done.index: [delta.text for delta in reply.deltas[done.index]] for done in reply.dones}
+        self.num_kept = sum(len(delta.logprobs) for deltas in reply.deltas.values() for delta in deltas)
+        return {
+            done.index: {
+                "texts": [delta.text for delta in reply.deltas[done.index]],
+                "logprobs": len(reply.logprobs[done.index]),
+            }
+            for done in reply.dones
+        }
 
 
 @pytest.mark.parametrize(("num_tokens", "on_the_loop"), [(5, True), (50, False)])
@@ -148,8 +194,10 @@ async def test_body_with_many_logprobs_is_encoded_in_a_thread(num_tokens: int, o
 
     serializer = Serializer()
     one = ["x"] * (num_tokens // 2)
-    assert await collect(events(), serializer) == f'{{"0":{one},"1":{one}}}'.replace("'", '"').replace(" ", "").encode()
+    body = json.loads(await collect(events(), serializer, [b"x"] * 2))
+    assert body == {str(index): {"texts": one, "logprobs": num_tokens // 2} for index in (0, 1)}
     assert (serializer.thread is threading.current_thread()) == on_the_loop
+    assert serializer.num_kept == 0, "they are kept packed"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

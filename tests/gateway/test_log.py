@@ -61,7 +61,7 @@ async def whole(reader: LogReader, frame: LogFrame) -> LogFrame:
     """Return a frame with its log-probabilities."""
     if not has_references(frame):
         return frame
-    return frame._replace(data=b"".join([piece async for piece in reader.pieces(frame)]))
+    return frame._replace(data=b"".join(reader.pieces(frame)))
 
 
 def texts(frames: list[Frame]) -> dict[str, str]:

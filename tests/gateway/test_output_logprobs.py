@@ -12,6 +12,8 @@ import pytest
 from websockets.sync.client import connect
 
 from chatcache.gateway.json_codec import encode
+from chatcache.gateway.limits import admission
+from chatcache.gateway.limits.admission import LoopTurns
 from chatcache.gateway.responses import event_log, http, log_frames
 from chatcache.gateway.responses.log_frames import LogFrame, LogprobStore
 from chatcache.types.events import TokenLogprob
@@ -87,9 +89,9 @@ def test_logprobs_of_the_review_attack_are_within_the_limit() -> None:
 def test_large_answer_is_sent_in_pieces(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, created = server.post("/v1/responses", **RESPONSE, n=4, max_output_tokens=30, ignore_eos=True)
     path = f"/v1/responses/{created['id']}"
-    _, headers, whole = server.request("GET", path)
-    monkeypatch.setattr(http, "MAX_WHOLE_BYTES", 100_000)
     _, piece_headers, found = server.request("GET", path)
+    monkeypatch.setattr(http, "MAX_RESOLVED_BYTES", 1_000_000)
+    _, headers, whole = server.request("GET", path)
     assert found == whole and num_entries(found) == 4 * 30
     assert "content-length" in headers and "content-length" not in piece_headers
     assert piece_headers["content-type"] == headers["content-type"]
@@ -121,27 +123,49 @@ def test_events_with_many_logprobs_are_sent_whole_in_pieces(
     assert sum(len(event["logprobs"]) for event in deltas) == 3 * 20
 
 
-async def test_pieces_of_an_answer_are_small_and_the_event_loop_has_a_turn_before_each() -> None:
+def large_answer() -> tuple[LogprobStore, bytes]:
+    """Log-probabilities of more than a MB of JSON, and a text that refers to them."""
     tokenizer, draws = tiny_tokenizer(), random.Random(1)
     store = LogprobStore(tokenizer.token_bytes)
     ids = [draws.randrange(tokenizer.vocab_size) for _ in range(1000)]
     top = tuple((token, -draws.random()) for token in range(20))
     frames = [store.add(at % 2, [(ids[at], TokenLogprob(-1.5, top))]) for at in range(1000)]
-    data = encode({"all": [store.all_of(0), store.all_of(1)], "some": frames[:3]})
+    return store, encode({"all": [store.all_of(0), store.all_of(1)], "some": frames[:3]})
+
+
+async def test_pieces_of_a_large_answer_joined_are_the_answer() -> None:
+    store, data = large_answer()
     whole = b"".join(store.pieces(data))
     assert store.resolve(LogFrame("", None, data)).data == data, "too large for one turn"
     assert store.num_resolved_bytes(data) == pytest.approx(len(whole), rel=0.3) and len(whole) > 1_000_000
     assert [len(entries) for entries in json.loads(whole)["all"]] == [500, 500]
-    num_turns = 0
-
-    async def count_turns() -> None:
-        nonlocal num_turns
-        while True:
-            num_turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count_turns())
-    pieces = [piece async for piece in log_frames.in_turns(store.pieces(data))]
-    counting.cancel()
-    assert b"".join(pieces) == whole and num_turns >= len(pieces) - 1
+    pieces = [piece async for piece in log_frames.in_turns(store.pieces(data), LoopTurns(), "ann")]
+    assert b"".join(pieces) == whole
     assert max(map(len, pieces)) <= 2 * log_frames.MIN_PIECE_BYTES
+
+
+async def test_answers_of_one_owner_have_one_piece_for_each_turn_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many connections read, and while a connection that has left waits no longer."""
+    monkeypatch.setattr(admission, "TURN_S", 0.0)
+    monkeypatch.setattr(admission, "PAUSE_FACTOR", 0.0)
+    (store, data), turns, order = large_answer(), LoopTurns(), list[str]()
+
+    async def read(owner: str) -> None:
+        async for _ in log_frames.in_turns(store.pieces(data), turns, owner):
+            order.append(owner)
+
+    reading = [asyncio.create_task(read("ann")) for _ in range(8)]
+    gone = asyncio.create_task(read("ann"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(*reading, read("bob"), gone, return_exceptions=True)
+    num_pieces = order.count("bob")
+    assert num_pieces > 20 and order.count("ann") == 8 * num_pieces
+    last = len(order) - order[::-1].index("bob")
+    assert order[:last].count("ann") <= num_pieces + 2
+
+
+async def test_error_in_a_turn_is_raised_to_the_caller_and_ends_no_other_turn() -> None:
+    turns = LoopTurns()
+    results = await asyncio.gather(turns.run("ann", lambda: [][0]), turns.run("ann", lambda: 1), return_exceptions=True)
+    assert isinstance(results[0], IndexError) and results[1] == 1

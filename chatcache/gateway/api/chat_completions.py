@@ -24,7 +24,7 @@ from chatcache.gateway.api.generation import (
     reply_events,
     respond,
 )
-from chatcache.gateway.api.logprobs import chat_logprobs, prompt_logprobs
+from chatcache.gateway.api.logprobs import encoded_chat_logprobs, prompt_logprobs
 from chatcache.gateway.api.messages import to_messages
 from chatcache.gateway.api.params import (
     RouteParams,
@@ -270,7 +270,7 @@ class ChatCompletionWriter(ChunkWriter[ChatChunkChoice]):
             created=self._head.created,
             model=self._head.model,
             system_fingerprint=self._head.fingerprint,
-            choices=[self._whole_choice(done, reply.deltas.get(done.index, ())) for done in reply.dones],
+            choices=[self._whole_choice(done, reply) for done in reply.dones],
             usage=completion_usage(reply.finished),
             prompt_logprobs=prompt_rows,
             prompt_token_ids=list(self._prompt) if self._with_token_ids else UNSET,
@@ -299,7 +299,9 @@ class ChatCompletionWriter(ChunkWriter[ChatChunkChoice]):
             delta = ChatDelta(content="")
         choice = ChatChunkChoice(event.index, delta, None, None)
         if self._with_logprobs and event.logprobs:
-            choice.logprobs = ChatLogprobs(chat_logprobs(self._tokenizer, event.token_ids, event.logprobs), None)
+            choice.logprobs = ChatLogprobs(
+                encoded_chat_logprobs(self._tokenizer, event.token_ids, event.logprobs), None
+            )
         if self._with_token_ids:
             choice.token_ids = list(event.token_ids)
         return choice
@@ -321,11 +323,8 @@ class ChatCompletionWriter(ChunkWriter[ChatChunkChoice]):
             head.id, "chat.completion.chunk", head.created, head.model, head.fingerprint, choices, usage
         )
 
-    def _whole_choice(self, done: ReplyDone, deltas: Sequence[ReplyDelta]) -> ChatChoice:
-        logprobs = None
-        if self._with_logprobs:
-            content = [entry for d in deltas for entry in chat_logprobs(self._tokenizer, d.token_ids, d.logprobs)]
-            logprobs = preencoded(ChatLogprobs(content, None))
+    def _whole_choice(self, done: ReplyDone, reply: CompleteReply) -> ChatChoice:
+        logprobs = ChatLogprobs(reply.encoded_logprobs(done.index), None) if self._with_logprobs else None
         return ChatChoice(
             done.index,
             _message(done),

@@ -304,10 +304,12 @@ class CompletionWriter(ChunkWriter[CompletionChoice]):
             if self._echo[done.index]:
                 ids += prompt
                 logprobs += limit_alternatives(scores, self._num_logprobs)
-            for delta in reply.deltas.get(done.index, ()):
-                ids += delta.token_ids
-                logprobs += delta.logprobs
+            if (packed := reply.logprobs.get(done.index)) is not None:
+                for token, scores_of_token in packed.scored():
+                    ids.append(token)
+                    logprobs.append(scores_of_token)
             choice.logprobs = preencoded(CompletionLogprobsBuilder(self._tokenizer).build(ids, logprobs))
+            reply.turns.end_piece()
         if self._num_prompt_logprobs is not None:
             rows = prompt_logprobs(self._tokenizer, prompt, limit_alternatives(scores, self._num_prompt_logprobs))
             choice.prompt_logprobs = preencoded(rows)

@@ -11,7 +11,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -22,13 +23,15 @@ from starlette.responses import Response
 from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished, ReplyStarted
 from chatcache.conversations.replies.service import Reply
 from chatcache.errors import EngineError
-from chatcache.gateway.api.logprobs import num_alternatives
+from chatcache.gateway.api.logprobs import PackedLogprobs, num_alternatives
 from chatcache.gateway.api.sse import OPENAI_FORMAT, EventStream, SseFormat, sse_frames
 from chatcache.gateway.context import Gateway, gateway_of
 from chatcache.gateway.errors import ShuttingDownError
 from chatcache.gateway.json_codec import encode
+from chatcache.gateway.json_pieces import NO_TURNS, Turns
 from chatcache.gateway.metrics import Metrics, record_reply_metrics
 from chatcache.gateway.middleware import cancel_on_disconnect
+from chatcache.gateway.schemas import completions as schemas
 from chatcache.gateway.schemas.completions import (
     ChatChunkChoice,
     ChatCompletionChunk,
@@ -42,6 +45,7 @@ from chatcache.types.events import TokenLogprob
 
 # Writing this many log-probabilities takes about a millisecond; longer bodies are encoded in a thread.
 _INLINE_LOGPROBS = 500
+_EVENTS_PER_TURN = 8  # of the event loop, of those that may have log-probabilities
 
 Choice = TypeVar("Choice", ChatChunkChoice, CompletionChoice)
 
@@ -50,14 +54,22 @@ Choice = TypeVar("Choice", ChatChunkChoice, CompletionChoice)
 class CompleteReply:
     """All events of a reply that is not streamed.
 
-    `dones`: final events by candidate index. `deltas`: by candidate index, if they are needed. `prompt_logprobs`: by
-    number of the prompt.
+    `dones`: final events by candidate index. `deltas`: by candidate index, without their log-probabilities, which are
+    in `logprobs`: as objects they would take ten times the memory. `prompt_logprobs`: by number of the prompt. `turns`:
+    pauses for the thread that builds a large body.
     """
 
     dones: Sequence[ReplyDone]
     deltas: Mapping[int, Sequence[ReplyDelta]]
     prompt_logprobs: Mapping[int, Sequence[TokenLogprob | None]]
     finished: ReplyFinished
+    logprobs: Mapping[int, PackedLogprobs] = field(default_factory=dict)
+    turns: Turns = NO_TURNS
+
+    def encoded_logprobs(self, index: int) -> list[schemas.TokenLogprob]:
+        """Return the log-probabilities of a candidate, already encoded, as in chat completions."""
+        packed = self.logprobs.get(index)
+        return packed.encoded(self.turns) if packed is not None else []
 
 
 class ReplySerializer(Protocol):
@@ -123,6 +135,7 @@ class ChunkWriter(ABC, Generic[Choice]):
         """Yield the chunks of one reply, some of them already encoded (by `FastChunks`)."""
         fast = FastChunks(lambda index, text: self.chunk(self.text_choice(index, text)))
         num_sent = [0] * self.num_choices
+        num_slow = 0
         begun = False
         async for event in events:
             if isinstance(event, ReplyFinished):
@@ -140,6 +153,9 @@ class ChunkWriter(ABC, Generic[Choice]):
                     yield self.first_chunk(index)
             if (choice := self._choice(event, num_sent)) is not None:
                 yield self.chunk(choice)
+                num_slow += 1
+                if num_slow % _EVENTS_PER_TURN == 0:  # those of a step are here already: many candidates have many
+                    await asyncio.sleep(0)
 
     def _choice(self, event: ReplyDelta | ReplyDone, num_sent: list[int]) -> Choice | None:
         if isinstance(event, ReplyDone):
@@ -195,32 +211,42 @@ async def respond(
             format=format,
         )
     try:
-        body = await cancel_on_disconnect(request, collect(events(), serializer))
+        token_bytes = gateway.loaded_model().tokenizer.token_bytes
+        body = await cancel_on_disconnect(request, collect(events(), serializer, token_bytes))
         return Response(body, 200, headers, media_type="application/json")
     finally:
         await close()
 
 
-async def collect(events: AsyncIterator[ReplyEvent], serializer: ReplySerializer) -> bytes:
+async def collect(
+    events: AsyncIterator[ReplyEvent], serializer: ReplySerializer, token_bytes: Sequence[bytes]
+) -> bytes:
     """Read the reply to its end and return the encoded body of the response."""
     dones: list[ReplyDone] = []
     deltas: dict[int, list[ReplyDelta]] = defaultdict(list)
+    logprobs: dict[int, PackedLogprobs] = defaultdict(partial(PackedLogprobs, token_bytes))
     of_prompts: dict[int, Sequence[TokenLogprob | None]] = {}
-    num_logprobs = 0
+    num_logprobs = num_scored = 0
     async for event in events:
         if isinstance(event, ReplyStarted):
             of_prompts[event.index] = event.prompt_logprobs
             num_logprobs += len(event.prompt_logprobs) * (1 + num_alternatives(event.prompt_logprobs))
         elif isinstance(event, ReplyDelta):
+            if event.logprobs:
+                num_logprobs += len(event.logprobs) * (1 + num_alternatives(event.logprobs))
+                logprobs[event.index].extend(zip(event.token_ids, event.logprobs, strict=True))
+                event = structs.replace(event, logprobs=())
+                num_scored += 1
+                if num_scored % _EVENTS_PER_TURN == 0:
+                    await asyncio.sleep(0)
             deltas[event.index].append(event)
-            num_logprobs += len(event.logprobs) * (1 + num_alternatives(event.logprobs))
         elif isinstance(event, ReplyDone):
             dones.append(event)
         elif isinstance(event, ReplyFinished):
             dones.sort(key=lambda done: done.index)
-            reply = CompleteReply(dones, deltas, of_prompts, event)
             if num_logprobs <= _INLINE_LOGPROBS:
-                return _encode(serializer, reply)
+                return _encode(serializer, CompleteReply(dones, deltas, of_prompts, event, logprobs))
+            reply = CompleteReply(dones, deltas, of_prompts, event, logprobs, Turns())
             return await asyncio.to_thread(_encode, serializer, reply)
     raise EngineError("the engine ended without a result")
 

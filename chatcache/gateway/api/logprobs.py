@@ -6,11 +6,13 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
+from msgspec import Raw
 
 from chatcache.gateway.json_codec import encode, preencoded
+from chatcache.gateway.json_pieces import NO_TURNS, PIECE_BYTES, Turns
 from chatcache.gateway.schemas import completions as schemas
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import TokenLogprob
@@ -37,6 +39,15 @@ def chat_logprobs(
         )
         for token, entry in zip(ids, logprobs, strict=True)
     ]
+
+
+def encoded_chat_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+) -> list[schemas.TokenLogprob]:
+    """Encode what `chat_logprobs` builds, without building it."""
+    packed = PackedLogprobs(tokenizer.token_bytes)
+    packed.extend(zip(ids, logprobs, strict=True))
+    return packed.encoded()
 
 
 class LogprobCopy(NamedTuple):
@@ -96,6 +107,23 @@ class PackedLogprobs:
     def num_json_bytes(self, start: int, end: int) -> int:
         """Return about how long the JSON of entries is."""
         return (self._num_values(end) - self._num_values(start)) * _JSON_BYTES
+
+    def scored(self) -> Iterator[ScoredToken]:
+        """Yield all entries as they were added."""
+        for first, last in pairwise(self._bounds(0, len(self))):
+            token, *others = zip(self._ids[first:last], self._values[first:last], strict=True)
+            yield token[0], TokenLogprob(token[1], tuple(others))
+
+    def encoded(self, turns: Turns = NO_TURNS) -> list[schemas.TokenLogprob]:
+        """Encode all entries, with a pause after each piece. The result is a `Raw`, as that of `preencoded`."""
+        data, end = bytearray(b"["), PIECE_BYTES
+        for piece in self.read(0, len(self)):
+            data += piece
+            if len(data) >= end:
+                end += PIECE_BYTES
+                turns.end_piece()
+        data += b"]"
+        return cast(list[schemas.TokenLogprob], Raw(bytes(data)))
 
     def read(self, start: int, end: int) -> Iterator[bytes]:
         """Yield the JSON of entries in small pieces, without the brackets around it; more may be added meanwhile."""

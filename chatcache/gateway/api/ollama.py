@@ -406,7 +406,7 @@ class OllamaWriter:
 
     def body(self, reply: CompleteReply) -> OllamaReply:
         (done,) = reply.dones
-        logprobs = [each for delta in reply.deltas.get(0, ()) for each in self._logprobs(delta)]
+        logprobs = reply.encoded_logprobs(0)
         return self.line(
             done.text,
             done.parts.reasoning,

@@ -9,7 +9,7 @@ for the engine passes through `AdmissionController.acquire`, whatever its route.
 `TextThrottle` limits work on long texts that no key limit covers: decoding large bodies, and tokenising for requests
 that never reach the engine, such as token counts. Without it, a burst of long texts would occupy all worker threads and
 keep the event loop waiting for the interpreter lock. `SocketLimiter` limits the WebSockets of an owner, their frames,
-and what they queue; `LoopTurns` limits how much of the event loop's time the parsing of what they send takes.
+and what they queue; `LoopTurns` limits how much of the event loop's time an owner gets for large frames and answers.
 """
 
 from __future__ import annotations
@@ -336,6 +336,21 @@ class LoopTurns:
             self._waiting[owner] = deque()
             asyncio.get_running_loop().call_soon(self._run, owner)
         self._waiting[owner].append(work)
+
+    async def run(self, owner: str, work: Callable[[], Result]) -> Result:
+        """Call `work`, which is short, in a turn of the owner and return its result. Raises: as `work`."""
+        result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+
+        def work_in_turn(deadline_s: float) -> bool:
+            if not result.done():  # the caller was not cancelled
+                try:
+                    result.set_result(work())
+                except Exception as error:
+                    result.set_exception(error)
+            return False
+
+        self.add(owner, work_in_turn)
+        return await result
 
     def _run(self, owner: str) -> None:
         waiting = self._waiting[owner]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -34,7 +34,6 @@ from chatcache.gateway.responses.log_frames import (
     LogFrame,
     LogprobStore,
     has_references,
-    in_turns,
 )
 from chatcache.gateway.schemas.fields import LOGPROBS
 from chatcache.gateway.schemas.responses import OutputItem
@@ -467,9 +466,9 @@ class LogReader:
             if frames:
                 return frames
 
-    def pieces(self, frame: LogFrame) -> AsyncGenerator[bytes, None]:
-        """Yield the data of a frame with references; the event loop has turns in between."""
-        return in_turns(self._log.logprobs.pieces(frame.data))
+    def pieces(self, frame: LogFrame) -> Iterator[bytes]:
+        """Yield the data of a frame with references, in small pieces, for `in_turns`."""
+        return self._log.logprobs.pieces(frame.data)
 
     @property
     def is_open(self) -> bool:

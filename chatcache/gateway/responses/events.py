@@ -273,11 +273,13 @@ class ResponseEventWriter:
         return tuple(self._outputs[index] for index in sorted(self._outputs))
 
     def current_outputs(self, candidates: Sequence[Candidate]) -> list[Item]:
-        """Return all candidates that have tokens as messages: the finished ones, and the others as they are now."""
-        running = (each for each in candidates if each.index not in self._outputs and each.num_tokens)
+        """Return those candidates that have tokens as messages: the finished ones, and the others as they are now."""
         now = time.time()
-        found = (output_item(self._turn, self.item_ids[each.index], each.snapshot(), now) for each in running)
-        return [*self._outputs.values(), *found]
+        return [
+            self._outputs.get(each.index) or output_item(self._turn, self.item_ids[each.index], each.snapshot(), now)
+            for each in candidates
+            if each.index in self._outputs or each.num_tokens
+        ]
 
     @property
     def _finish_reasons(self) -> set[str | None]:

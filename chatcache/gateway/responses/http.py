@@ -44,8 +44,8 @@ from chatcache.gateway.responses.create import (
     start_response,
     with_local_end,
 )
-from chatcache.gateway.responses.event_log import TERMINAL, LogReader, ResponseLog
-from chatcache.gateway.responses.log_frames import LogFrame, has_references, in_turns
+from chatcache.gateway.responses.event_log import TERMINAL, LogReader
+from chatcache.gateway.responses.log_frames import MAX_RESOLVED_BYTES, LogFrame, has_references, in_turns
 from chatcache.gateway.responses.registry import LoggedResponse, Run
 from chatcache.gateway.responses.state import (
     encode_created_response,
@@ -78,7 +78,6 @@ from chatcache.gateway.schemas.responses import (
 PING = b": keep-alive\n"
 _FORMAT = SseFormat(keep_alive=PING)
 JSON_TYPE = "application/json"
-MAX_WHOLE_BYTES = 256 * 1024  # of an answer that is sent as one piece
 
 
 async def create_response(request: Request) -> Response:
@@ -166,7 +165,7 @@ async def _replay_response(
         return LogStream(gateway, owner, logged.log.reader(), headers)
     if not delivery.background:
         return await _ended_answer(request, logged, headers)
-    return _logged_answer(logged.log, headers)
+    return _logged_answer(gateway, logged, headers)
 
 
 async def _ended_answer(request: Request, logged: LoggedResponse, headers: Mapping[str, str]) -> Response:
@@ -178,7 +177,7 @@ async def _ended_answer(request: Request, logged: LoggedResponse, headers: Mappi
         if logged.log.failure is None:
             break
         logged, reader = await gateway.reopen(logged.owner, reader)
-    return _logged_answer(logged.log, headers)
+    return _logged_answer(gateway, logged, headers)
 
 
 async def _wait_until_finished(gateway: Gateway, run: Run) -> None:
@@ -232,7 +231,8 @@ class LogStream(EventStream):
                 if has_references(frames[0]):
                     self._is_within_frame = True
                     yield b"event: %s\ndata: " % frames[0].kind.encode()
-                    async for piece in self._reader.pieces(frames[0]):
+                    pieces = self._reader.pieces(frames[0])
+                    async for piece in in_turns(pieces, self._gateway.loop_turns, self._owner):
                         yield piece
                     yield b"\n\n"
                     self._is_within_frame = False
@@ -264,13 +264,14 @@ def _sse_event(kind: str, data: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
 
-def _logged_answer(log: ResponseLog, headers: Mapping[str, str]) -> Response:
+def _logged_answer(gateway: Gateway, logged: LoggedResponse, headers: Mapping[str, str]) -> Response:
     """Return the response object of a log, in pieces if it has many log-probabilities."""
-    data = encode_logged_response(log)
-    pieces = log.logprobs.pieces(data)
-    if log.logprobs.num_resolved_bytes(data) <= MAX_WHOLE_BYTES:
+    logprobs, data = logged.log.logprobs, encode_logged_response(logged.log)
+    pieces = logprobs.pieces(data)
+    if logprobs.num_resolved_bytes(data) <= MAX_RESOLVED_BYTES:
         return Response(b"".join(pieces), headers=dict(headers), media_type=JSON_TYPE)
-    return StreamingResponse(in_turns(pieces), headers=dict(headers), media_type=JSON_TYPE)
+    pieces_in_turns = in_turns(pieces, gateway.loop_turns, logged.owner)
+    return StreamingResponse(pieces_in_turns, headers=dict(headers), media_type=JSON_TYPE)
 
 
 _MAX_DIGITS = 15
@@ -314,11 +315,12 @@ async def cancel_response(request: Request) -> Response:
     It contains a receipt: tokens generated after the cancel, pages freed and latency. A response that has ended is
     returned unchanged.
     """
-    logged = await gateway_of(request).find_response(owner_of(request), request.path_params["id"])
+    gateway = gateway_of(request)
+    logged = await gateway.find_response(owner_of(request), request.path_params["id"])
     if logged is not None:
         if logged.run is not None:
             await logged.run.cancel()
-        return _logged_answer(logged.log, {})
+        return _logged_answer(gateway, logged, {})
     response_id = request.path_params["id"]
     tree = await load_response_tree(store_of(request), owner_of(request), response_id)
     check_runs_here(tree.turns[response_id], "cancel", "response_id")
@@ -359,7 +361,7 @@ async def _current_response(request: Request) -> Response:
     with contextlib.suppress(GatewayUnreachableError):  # the stored state is the answer then
         logged = await gateway.find_response(owner, response_id)
         if logged is not None:
-            return _logged_answer(logged.log, {})
+            return _logged_answer(gateway, logged, {})
     tree = await load_response_tree(store_of(request), owner, response_id)
     return json_response(stored_response(tree, response_id))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
@@ -13,6 +12,7 @@ from typing import NamedTuple, cast
 from msgspec import Raw
 
 from chatcache.gateway.api.logprobs import LogprobCopy, PackedLogprobs, ScoredToken
+from chatcache.gateway.limits.admission import LoopTurns
 from chatcache.gateway.schemas.completions import TokenLogprob
 
 SEGMENT_FRAMES = 64
@@ -219,16 +219,20 @@ class LogprobStore:
         return cast(list[TokenLogprob], Raw(b"\t[%d,%d,%d]\t" % (candidate, start, end)))
 
 
-async def in_turns(pieces: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield pieces, joined to MIN_PIECE_BYTES; the event loop has a turn before each."""
+async def in_turns(pieces: Iterator[bytes], turns: LoopTurns, owner: str) -> AsyncGenerator[bytes, None]:
+    """Yield pieces, joined to MIN_PIECE_BYTES. Each is made in a turn of the owner, however many clients it has."""
+    while joined := await turns.run(owner, partial(_next_piece, pieces)):
+        yield joined
+
+
+def _next_piece(pieces: Iterator[bytes]) -> bytes:
+    """Return the next pieces, joined to MIN_PIECE_BYTES; empty after the last one."""
     joined = bytearray()
     for piece in pieces:
         joined += piece
         if len(joined) >= MIN_PIECE_BYTES:
-            await asyncio.sleep(0)
-            yield bytes(joined)
-            joined.clear()
-    yield bytes(joined)
+            break
+    return bytes(joined)
 
 
 def _place(reference: bytes) -> tuple[int, int, int]:

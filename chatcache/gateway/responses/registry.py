@@ -38,12 +38,15 @@ class Run(Protocol):
     log: ResponseLog
     task: asyncio.Task[None]
 
-    def checkpoint(self) -> ReplyCheckpoint | None:
-        """Return the output since the last checkpoint, None without any or if the response is not stored."""
+    async def checkpoints(self) -> list[ReplyCheckpoint]:
+        """Return the output since the last checkpoints; empty without any or if the response is not stored.
+
+        Each has some of the candidates; the event loop has turns in between.
+        """
         ...
 
-    def confirm_checkpoint(self) -> None:
-        """Take the last checkpoint as stored."""
+    def confirm_checkpoints(self) -> None:
+        """Take the last checkpoints as stored."""
         ...
 
     async def reply_prefix(
@@ -223,19 +226,17 @@ class Checkpointer:
 
     async def save(self) -> None:
         """Store the new output of all running responses. Raises: StoreUnavailableError."""
-        batch: list[tuple[Run, ReplyCheckpoint]] = []
+        batch: list[tuple[Run, list[ReplyCheckpoint]]] = []
         for run in self._responses.running():
-            checkpoint = run.checkpoint()
-            if checkpoint is not None:
-                batch.append((run, checkpoint))
-                await asyncio.sleep(0)  # streams go on meanwhile
+            if checkpoints := await run.checkpoints():
+                batch.append((run, checkpoints))
             if len(batch) == _MAX_BATCH:
                 await self._write(batch)
                 batch = []
         await self._write(batch)
 
-    async def _write(self, batch: list[tuple[Run, ReplyCheckpoint]]) -> None:
+    async def _write(self, batch: list[tuple[Run, list[ReplyCheckpoint]]]) -> None:
         if batch:
-            await self._store.checkpoint([checkpoint for _, checkpoint in batch])
+            await self._store.checkpoint([each for _, checkpoints in batch for each in checkpoints])
             for run, _ in batch:
-                run.confirm_checkpoint()
+                run.confirm_checkpoints()

@@ -62,6 +62,7 @@ log = logging.getLogger(__name__)
 
 _BATCH_INTERVAL_S = 0.033
 _EVENTS_PER_TURN = 8  # of the event loop
+_CANDIDATES_PER_CHECKPOINT = 4  # of thousands of tokens each: a millisecond
 _MIN_FIRST_READER_S = 2.0  # time for the client to start reading
 
 
@@ -277,7 +278,8 @@ class LiveResponse:
         self._num_restored_events: int | None = None
         self._is_abandoned = False
         reply.marks_batches = encode_record is not None
-        self._checkpoints = CheckpointEncoder()
+        num_checkpoints = -(-len(reply.candidates) // _CANDIDATES_PER_CHECKPOINT)
+        self._checkpoint_encoders = [CheckpointEncoder() for _ in range(num_checkpoints)]
         self._checkpoint_progress = self._pending_progress = (0, 0)  # numbers of tokens and of finished candidates
         self._cancelled_s: float | None = None
         self._cancel_reason = ""
@@ -341,20 +343,31 @@ class LiveResponse:
         reply = (message_from_item(main_output(outputs, COMPLETED)),) if outputs else ()
         return (*self._planned.request.input, *reply)
 
-    def checkpoint(self) -> ReplyCheckpoint | None:
-        """Return the output since the last checkpoint, None without any or if the response is not stored."""
-        if self._conversation is None or not self._options.generate or self.log.terminal is not None:
-            return None
-        progress = self._reply.num_tokens, len(self._writer.outputs)
-        if progress == self._checkpoint_progress:
-            return None
-        self._pending_progress = progress
-        data = self._checkpoints.encode(self._writer.current_outputs(self._reply.candidates))
-        return ReplyCheckpoint(self._conversation.id, self.id, data) if data is not None else None
+    async def checkpoints(self) -> list[ReplyCheckpoint]:
+        """Return the output since the last checkpoints; empty without any or if the response is not stored.
 
-    def confirm_checkpoint(self) -> None:
-        """Take the last checkpoint as stored."""
-        self._checkpoints.confirm()
+        Each has some of the candidates; the event loop has turns in between.
+        """
+        found: list[ReplyCheckpoint] = []
+        progress = self._reply.num_tokens, len(self._writer.outputs)
+        if self._conversation is None or not self._options.generate or progress == self._checkpoint_progress:
+            return found
+        self._pending_progress = progress
+        for number, encoder in enumerate(self._checkpoint_encoders):
+            if self.log.terminal is not None:
+                return []
+            start = number * _CANDIDATES_PER_CHECKPOINT
+            candidates = self._reply.candidates[start : start + _CANDIDATES_PER_CHECKPOINT]
+            data = encoder.encode(self._writer.current_outputs(candidates))
+            if data is not None:
+                found.append(ReplyCheckpoint(self._conversation.id, self.id, data))
+            await asyncio.sleep(0)
+        return found
+
+    def confirm_checkpoints(self) -> None:
+        """Take the last checkpoints as stored."""
+        for encoder in self._checkpoint_encoders:
+            encoder.confirm()
         self._checkpoint_progress = self._pending_progress
 
     async def reply_prefix(

@@ -28,7 +28,7 @@ from chatcache.gateway.middleware import parse_json
 from chatcache.gateway.peers import GatewayUnreachableError
 from chatcache.gateway.responses.create import start_idempotent_response, start_response
 from chatcache.gateway.responses.event_log import LogReader
-from chatcache.gateway.responses.log_frames import LogFrame, has_references
+from chatcache.gateway.responses.log_frames import LogFrame, has_references, in_turns
 from chatcache.gateway.responses.registry import LoggedResponse
 from chatcache.gateway.responses.run import LiveResponse
 from chatcache.gateway.responses.state import load_response_tree, no_stream_error
@@ -280,8 +280,8 @@ class StreamMultiplexer:
             try:
                 while frames := await self._next_frames(reader):
                     if has_references(frames[0]):
-                        pieces = [piece async for piece in reader.pieces(frames[0])]
-                        frames = (frames[0]._replace(data=b"".join(pieces)),)
+                        pieces = in_turns(reader.pieces(frames[0]), self._gateway.loop_turns, self._principal.owner)
+                        frames = (frames[0]._replace(data=b"".join([piece async for piece in pieces])),)
                     await self._sender.forward(frames, suffix)
             except BaseException:
                 self._gateway.metrics.disconnects.inc()
