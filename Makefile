@@ -104,7 +104,12 @@ test-all: test
 # Some container images forbid Python to write bytecode; every process of the tests would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-pytest: $(VENV)/.installed-test web
+# Compiles modules and rewrites assertions once; otherwise each process of pytest-xdist does it for itself.
+$(VENV)/.collected: $(VENV)/.installed-test
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
+	@touch $@
+
+pytest: $(VENV)/.collected web
 	$(PYTEST) $(ARGS)
 
 # Clients of the contract tests outside the environment: npm packages, and litellm and frameworks (openai-agents,

@@ -113,7 +113,7 @@ def test_attention_does_not_depend_on_chunks_rows_or_sharing(
         for position in (length - 1, draw.randrange(length)):
             alone = histories.attend([(row, position, position + 1)], **options)
             assert torch.equal(alone[0], by_row[row][position]), f"seed {SEED}: row {row}, token {position}"
-    for number in range(4):
+    for number in range(2):
         parts = random_parts(draw, LENGTHS, (1, 1, 5, 33))
         got = histories.attend(parts, shared=number % 2 > 0, **options)
         expected = torch.cat([by_row[row][first:end] for row, first, end in parts])
@@ -191,7 +191,7 @@ def test_invariant_plan_has_one_height_and_fixed_splits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_norms_activation_and_rope_do_not_depend_on_other_rows(dtype: torch.dtype, triton_device: str) -> None:
-    count = 40
+    count = 12
     x, residual = torch.randn(2, count, 96, device=triton_device).to(dtype).unbind(0)
     weight = torch.randn(96, device=triton_device).to(dtype)
     cos, sin = torch.randn(2, count, 12, device=triton_device).unbind(0)
@@ -212,7 +212,7 @@ def test_norms_activation_and_rope_do_not_depend_on_other_rows(dtype: torch.dtyp
     ]
     for function in functions:
         whole = function(slice(0, count))
-        for first, end in ((0, 1), (7, 8), (count - 1, count), (3, 20)):
+        for first, end in ((0, 1), (7, 8), (count - 1, count), (3, 9)):
             assert torch.equal(function(slice(first, end)), whole[first:end])
 
 
@@ -233,8 +233,9 @@ def test_norms_of_several_dtypes_are_refused(triton_device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(96, 256), (50, 101), (1, 64), (33, 136)])
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "has_bias"), [((96, 256), False), ((50, 101), True), ((1, 64), True), ((33, 136), False)]
+)
 def test_product_has_the_same_bits_for_any_rows(
     dtype: torch.dtype, shape: tuple[int, int], has_bias: bool, triton_device: str
 ) -> None:

@@ -18,7 +18,7 @@ GROUPINGS = [(width, groups) for width in range(1, 9) for groups in range(1, wid
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize(("width", "groups"), GROUPINGS)
 def test_equals_dense(width: int, groups: int, early_stopping: bool | str) -> None:
-    for seed, penalty in itertools.product(range(3), (0.0, 0.4, 3.0) if groups > 1 else (0.0,)):
+    for seed, penalty in itertools.product(range(2), (0.0, 0.4, 3.0) if groups > 1 else (0.0,)):
         params = BeamSearchParams(
             beam_width=width,
             num_beam_groups=groups,

@@ -104,7 +104,7 @@ def test_wide_enough_is_exact(seed: int, length_penalty: float) -> None:
 @pytest.mark.parametrize("width", range(1, 9))
 @pytest.mark.parametrize("length_penalty", [-0.7, 0.0, 0.6, 1.0, 2.0])
 def test_equals_dense(width: int, early_stopping: bool | str, length_penalty: float) -> None:
-    for seed, eos in itertools.product(range(3), [(5,), (5, 9)]):
+    for seed, eos in itertools.product(range(2), [(5,), (5, 9)]):
         logits = TableModel(20, seed)
         params = BeamSearchParams(beam_width=width, length_penalty=length_penalty, early_stopping=early_stopping)
         ids = eos
@@ -123,7 +123,7 @@ def test_equals_dense(width: int, early_stopping: bool | str, length_penalty: fl
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_stop_strings_end_hypotheses(early_stopping: bool | str, min_tokens: int) -> None:
     stops = ("ab", "c", "ddd")
-    for seed, width in itertools.product(range(20), (1, 3, 4)):
+    for seed, width in itertools.product(range(8), (1, 3, 4)):
         logits = TableModel(6, seed, sharpness=1.0)
         params = BeamSearchParams(beam_width=width, early_stopping=early_stopping, stop=stops, min_tokens=min_tokens)
 

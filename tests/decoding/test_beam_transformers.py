@@ -114,7 +114,7 @@ def _cut(output: list[int], eos: tuple[int, ...]) -> list[int]:
     return output[: next((k + 1 for k, token in enumerate(output) if token in eos), len(output))]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shape]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -117,11 +117,11 @@ def test_prompt_change_without_a_field_or_to_a_bad_name_is_refused(keys: Keyed) 
 
 
 def test_prompts_up_to_all_limits_are_listed_whole(keys: Keyed) -> None:
-    text = "€" * MAX_PROMPT_CHARS
-    for at in range(MAX_SAVED_PROMPTS):
+    texts = ["€" * MAX_PROMPT_CHARS, *["x" * MAX_PROMPT_CHARS] * (MAX_SAVED_PROMPTS - 1)]
+    for at, text in enumerate(texts):
         assert call(keys, keys.ann, "POST", body={"name": f"p{at:03}", "text": text})[0] == 200
     status, answer = call(keys, keys.ann, "POST", body={"name": "more", "text": "x"})
     assert (status, answer["error"]["code"]) == (400, "prompt_library_full")
     assert str(MAX_SAVED_PROMPTS) in answer["error"]["message"]
     listed = call(keys, keys.bob, "GET")[1]["data"]
-    assert [prompt["text"] == text for prompt in listed] == [True] * MAX_SAVED_PROMPTS
+    assert [prompt["text"] for prompt in listed] == texts

@@ -44,7 +44,7 @@ def load() -> Callable[..., Runner]:
     def load(folder: Any, **options: Any) -> Runner:
         settings = {"dtype": "float32", "kv_memory_bytes": 4 << 20, "attention_backend": "reference", "page_size": 8}
         is_interpreted = options.get("attention_backend") == "triton" and drive.KERNELS == drive.CPU
-        with drive.short_warm_up() if is_interpreted else nullcontext():
+        with drive.no_warm_up() if is_interpreted else nullcontext():
             return load_model(EngineConfig(model=str(folder), **{**settings, **options}))
 
     return load

@@ -49,6 +49,11 @@ def short_warm_up() -> AbstractContextManager[Any]:
     return mock.patch.multiple("chatcache.model.runner", WARMUP_PROMPT_TOKENS=(1, 2), WARMUP_CONTEXT_TOKENS=8)
 
 
+def no_warm_up() -> AbstractContextManager[Any]:
+    """Let runners start without warm-up, which is for compiled kernels and captured steps."""
+    return mock.patch.object(Runner, "warm_up", return_value=None)
+
+
 class Driver:
     """Keeps each slot's tokens and pages, and its state if the model has any; `feed` is one step."""
 

@@ -46,7 +46,7 @@ from chatcache.model.loading.weights import Weights
 from chatcache.model.runner import Runner
 from chatcache.types.plan import I32
 from tests.model import determinism
-from tests.model.drive import KERNELS, short_warm_up
+from tests.model.drive import KERNELS, no_warm_up
 from tests.model.families import FAMILIES, Sample, save_random
 
 LAYERS = ("qkv", "out", "gate_up", "down")
@@ -243,8 +243,7 @@ def test_deterministic_transformers_model_on_triton_is_rejected(sample_of: Get) 
         load_model(config)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("dtype", "has_bias"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_triton_linear_has_the_same_bits_in_any_batch(dtype: torch.dtype, has_bias: bool) -> None:
     weight, x = torch.randn(160, 64, device=KERNELS).to(dtype), torch.randn(150, 64, device=KERNELS).to(dtype)
     bias = torch.randn(160, device=KERNELS).to(dtype) if has_bias else None
@@ -298,7 +297,7 @@ def test_native_model_on_triton_has_the_same_bits_in_any_batch(tmp_path: Path, m
     torch.manual_seed(0)
     save_random(transformers.LlamaConfig(**small), tmp_path)
     monkeypatch.setattr(work_list, "INVARIANT_SPLIT_TOKENS", 16)
-    with short_warm_up():
+    with no_warm_up():
         runner = determinism.load(tmp_path, "float32", backend="triton")
     assert isinstance(runner._network, Decoder) and isinstance(runner._network._head, TritonLinear)
     requests = [

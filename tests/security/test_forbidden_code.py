@@ -39,6 +39,7 @@ CALLS = frozenset(
     }
 )
 ATTRIBUTES = frozenset({"recv_pyobj", "send_pyobj", "recv_object_list", "send_object_list", "getstatusoutput"})
+LAST_NAMES = {name.rpartition(".")[2] for name in CALLS} | ATTRIBUTES | {"splitlines", "url"}
 KEYWORDS = frozenset({("shell", True), ("trust_remote_code", True), ("allow_pickle", True), ("verify", False)})
 
 # File, construct, reason. An entry without a match is an error.
@@ -88,9 +89,11 @@ def _found(node: ast.AST, where: str) -> Iterator[str]:
 
 
 def _attribute(node: ast.Attribute, where: str) -> Iterator[str]:
+    is_collective = node.attr.endswith(("_object", "_object_list", "_objects"))
+    if node.attr not in LAST_NAMES and not is_collective:
+        return  # the next line is slow
     name = ast.unparse(node)
-    is_collective = node.attr.endswith(("_object", "_object_list", "_objects")) and "dist" in name
-    if name in CALLS or node.attr in ATTRIBUTES or is_collective:
+    if name in CALLS or node.attr in ATTRIBUTES or (is_collective and "dist" in name):
         yield name
     if "gateway" in where and node.attr == "splitlines":
         yield "splitlines"
