@@ -23,7 +23,7 @@ MAX_DEPTH = 32
 MAX_NODES = 100_000
 MAX_VALUES = 1_000_000
 _REPEATED_KEY = "the same key appears twice in one JSON object"
-_NON_ASCII = re.compile(r"[^\x00-\x7f]")
+_NON_ASCII = re.compile(r"[^\x00-\x7f]+")
 _STRUCTURE = b'"[]{}:,'
 _NO_STRUCTURE = bytes(set(range(256)) - set(_STRUCTURE))
 _BRACKET_STEPS = np.zeros(256, np.int8)  # change of the depth
@@ -86,8 +86,7 @@ def preencoded(value: Value) -> Value:
 
 
 def _escape(match: re.Match[str]) -> str:
-    units = match.group().encode("utf-16-be")
-    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+    return json.dumps(match.group())[1:-1]
 
 
 def _describe(message: str, data: bytes | str) -> str:
