@@ -21,7 +21,7 @@ from tests.support.ports import free_port
 pytestmark = pytest.mark.slow
 
 WRITTEN = "([...document.querySelectorAll('.answer .prose')].at(-1)?.textContent.length ?? 0)"
-STORED_CHARS = 200  # the throttled server writes them in two seconds, and stores what it has written within one
+STORED_CHARS = 120  # the throttled server writes them in 1.5 s, and stores what it has written within one
 
 
 class MortalServer:
@@ -34,7 +34,7 @@ class MortalServer:
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.e2e.throttled_server", "serve", "--kv-memory", "32MiB"]
+        command = [sys.executable, "-m", "tests.e2e.throttled_server", "serve", "--kv-memory", "64MiB"]
         environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
         return start_server(command, self._folder, self._port, cwd=ROOT, environment=environment)
 

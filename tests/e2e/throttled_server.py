@@ -20,7 +20,7 @@ from chatcache.engine_process.loop import Progress
 from chatcache.types.events import EngineEvent
 from chatcache.types.request import GenerateRequest
 
-ENDLESS_TOKENS = 1000  # `max_output_tokens` from which a request counts as endless
+ENDLESS_TOKENS = 300  # requests for so many are endless; a long chat leaves more than that of the context
 STEP_S = 0.04
 
 
