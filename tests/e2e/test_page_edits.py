@@ -24,7 +24,10 @@ def test_answer_is_edited_continued_and_begun(chat: RecordedPage) -> None:
     chat.page.click("button:text-is('Save')")
     chat.page.wait_for_selector(".answer .version-position:text('2/2')")
     assert chat.answers() == ["The answer is six"]
-    # Esc leaves the editor, and the focus is in the message box
+    tokens = chat.page.locator("[aria-label='Show tokens']")
+    assert tokens.is_disabled(), "the tokens of a text that was written by hand are not stored"
+    assert tokens.get_attribute("title") == "The tokens of this answer are not stored: it was imported or edited."
+    # without a change there is no other version
     choose(chat, "Actions for the answer", "Edit")
     chat.page.keyboard.press("Escape")
     chat.until("document.activeElement.id === 'composer'")

@@ -95,7 +95,11 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
               class="tool tool-tokens"
               aria-label="Show tokens"
               aria-pressed={tokens !== null}
-              title="Show tokens: every token with its alternatives. Clicking a word selects its token."
+              title={
+                message.tokens.value === 0
+                  ? "The tokens of this answer are not stored: it was imported or edited."
+                  : "Show tokens: every token with its alternatives. Clicking a word selects its token."
+              }
               disabled={!tokens && !chat.forks.canOpen(message)}
               onClick={() => (tokens ? chat.forks.close() : void chat.forks.open(message))}
             >

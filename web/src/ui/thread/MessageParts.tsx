@@ -118,7 +118,7 @@ export function Ending({ message, alone = false }: { message: Message; alone?: b
           <button
             type="button"
             class="button"
-            disabled={!chat.forks.canOpen(message)}
+            disabled={!chat.forks.canContinue(message)}
             onClick={() => void chat.forks.continueAnswer(message)}
           >
             Continue
