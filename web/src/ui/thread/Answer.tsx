@@ -139,6 +139,7 @@ function AnswerEditor({ message, onClose }: { message: Message; onClose: () => v
   if (question) actions.push({ label: "Continue", run: (text) => chat.answerFrom(question, text) });
   return (
     <MessageEditor
+      message={message}
       label="Edit answer"
       text={message.text.value}
       hint="The old version stays as a branch. Continue: the model goes on from this text."
