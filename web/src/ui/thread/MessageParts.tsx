@@ -109,12 +109,13 @@ export function Ending({ message, alone = false }: { message: Message; alone?: b
   const status = message.status.value;
   const ending = ENDINGS[status];
   if (ending !== undefined) {
+    const isFull = chat.attachments.isFull.value && chat.thread.value.tree.value.leaf.value === message;
     return (
       <div class="ending">
         <span>
           {ending} {message.error.value}
         </span>
-        {alone && status !== "steered" && (
+        {alone && status !== "steered" && !isFull && (
           <button
             type="button"
             class="button"
