@@ -95,6 +95,9 @@ class RecordedPage:
         """Write and send a message as soon as possible."""
         self.page.fill("#composer", text)
         self.page.wait_for_selector("button[aria-label=Send]:enabled")
+        if self.page.evaluate("matchMedia('(pointer: coarse)').matches"):  # Return inserts a new line there
+            self.page.tap("button[aria-label=Send]")
+            return
         self.page.focus("#composer")
         self.page.keyboard.press("Enter")
 

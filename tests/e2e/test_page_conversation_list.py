@@ -219,6 +219,19 @@ def test_conversation_is_exported_and_imported_by_picker_and_drop(chat: Recorded
         assert chat.page.locator(".drop-zone").count() == 0
 
 
+def test_refused_files_are_named_in_plain_words_with_their_buttons_in_line(chat: RecordedPage) -> None:
+    chat.keep_toasts()
+    chat.expected_errors += 3
+    for name, text in (("note.txt", "Hello"), ("a-list-of-things.json", "{}"), ("b.json", "[1")):
+        chat.drop(".sidebar", [(name, text.encode())])
+        chat.page.wait_for_selector(f".toast >> text={name} was not imported: it is not a conversation export.")
+    ends = chat.page.evaluate(
+        "[...document.querySelectorAll('.toast')].map(toast => toast.getBoundingClientRect().right"
+        " - toast.querySelector('[aria-label=Dismiss]').getBoundingClientRect().right)"
+    )
+    assert len(ends) == 3 and all(0 < end < 12 for end in ends)
+
+
 def test_several_replies_are_generated_at_once(chat: RecordedPage, endless: None) -> None:
     """A dot marks each running reply, and one that ended unseen until it is opened."""
     chat.reload()

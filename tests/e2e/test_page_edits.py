@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.recorded_page import RecordedPage
+from tests.e2e.rest_client import create_conversation
 
 pytestmark = pytest.mark.slow
 
@@ -24,10 +25,23 @@ def test_answer_is_edited_continued_and_begun(chat: RecordedPage) -> None:
     chat.page.click("button:text-is('Save')")
     chat.page.wait_for_selector(".answer .version-position:text('2/2')")
     assert chat.answers() == ["The answer is six"]
-    # Esc leaves the editor, and the focus is in the message box
+    tokens = chat.page.locator("[aria-label='Show tokens']")
+    assert tokens.is_disabled(), "the tokens of a text that was written by hand are not stored"
+    assert tokens.get_attribute("title") == "The tokens of this answer are not stored: it was imported or edited."
+    # without a change there is no other version
     choose(chat, "Actions for the answer", "Edit")
+    chat.page.click("button:text-is('Save')")
+    editor.wait_for(state="detached")
+    assert chat.page.locator(".answer .version-position").inner_text() == "2/2"
+    # Esc leaves the editor, its text is kept, and the focus is in the message box
+    choose(chat, "Actions for the answer", "Edit")
+    editor.fill("The answer is seven")
     chat.page.keyboard.press("Escape")
     chat.until("document.activeElement.id === 'composer'")
+    assert chat.answers() == ["The answer is six"]
+    choose(chat, "Actions for the answer", "Edit")
+    assert editor.input_value() == "The answer is seven"
+    chat.page.click("button:text-is('Cancel')")
 
     choose(chat, "Actions for the answer", "Edit")
     editor.fill("Once upon a")
@@ -126,3 +140,24 @@ def test_find_goes_to_hits_on_all_branches(chat: RecordedPage) -> None:
     chat.page.keyboard.press("Escape")
     chat.until("document.activeElement.id === 'composer'")
     assert chat.page.locator(".find").count() == 0
+
+
+def test_find_shows_the_first_hit_and_enter_goes_to_the_second(chat: RecordedPage) -> None:
+    texts = ["A kiwi", *("Long text. " * 300 for _ in range(3)), "Two kiwis", "Many kiwis"]
+    made = create_conversation(chat.server, texts)
+    chat.page.evaluate("hash => location.hash = hash", made)
+    chat.page.wait_for_selector("text=Many kiwis")
+    chat.page.keyboard.press("Control+f")
+    chat.until("document.activeElement.ariaLabel === 'Find in this conversation'")
+    count = chat.page.locator(".find-count")
+    seen = []
+    for key in ("k", "Enter", "Enter", "Enter"):
+        if key == "k":
+            chat.page.keyboard.type("kiwi")
+            chat.page.wait_for_selector("text=A kiwi")  # scrolled to
+        else:
+            chat.page.keyboard.press(key)
+        chat.page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        seen.append(count.inner_text())
+    assert seen == ["1 of 3", "2 of 3", "3 of 3", "1 of 3"]
+    assert chat.page.evaluate("document.activeElement.ariaLabel") == "Find in this conversation"

@@ -135,6 +135,67 @@ def test_focus_stays_in_the_list_when_the_focused_conversation_is_deleted(chat: 
     chat.until(f"({FOCUSED}).startsWith('Below')")
 
 
+def test_control_z_restores_a_deleted_conversation_with_the_focus(chat: RecordedPage) -> None:
+    page = chat.page
+    chat.keep_toasts()
+    title = f"Kept {secrets.token_hex(4)}"
+    made = create_conversation(chat.server, ["Hello", "Hello."], title=title)
+    opener = f"[data-id={made}] .conversation-open"
+    page.click(opener)
+    page.wait_for_selector(".answer")
+    for undo in ("Control+z", "Enter"):
+        page.focus(opener)
+        page.keyboard.press("Delete")
+        page.wait_for_selector(opener, state="detached")
+        if undo == "Enter":
+            page.focus(".toast button >> text=Undo")
+        else:
+            page.focus("#composer")
+            page.keyboard.press(undo)  # belongs to the text
+            assert page.locator(opener).count() == 0
+            page.focus(".new-chat")
+        page.keyboard.press(undo)
+        page.wait_for_selector(opener)
+        chat.until(f"({FOCUSED}).startsWith('{title}')")
+        assert page.locator(".toast").count() == 0
+        page.wait_for_selector(".answer")
+
+
+def test_escape_closes_only_the_top_layer(chat: RecordedPage) -> None:
+    page = chat.page
+    page.keyboard.press("Alt+Shift+4")
+    page.wait_for_selector("#tab-pages[aria-selected=true]")
+    page.keyboard.press("Control+/")
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    assert page.locator("#tab-pages[aria-selected=true]").count() == 1
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".side-panel", state="detached")
+
+    page.click("[aria-label=Settings]")
+    page.click("button:text('Administration')")
+    page.wait_for_selector("dialog.administration[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    chat.until(f"({FOCUSED}) === 'Administration'")
+    page.click("[aria-label='Close settings']")
+    page.wait_for_selector("aside[aria-label=Settings]", state="detached")
+    chat.until("document.activeElement.id === 'composer'")
+
+    page.set_viewport_size({"width": 700, "height": 800})
+    if page.locator(".app-sidebar").count() == 0:
+        page.click("[aria-label='Show the list']")
+    page.wait_for_selector(".app-sidebar")
+    page.click(".sidebar-foot [aria-label='Keyboard shortcuts']")
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    assert page.locator(".app-sidebar").count() == 1
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".app-sidebar", state="detached")
+
+
 ACTIVE = """(() => {
   const id = document.activeElement.getAttribute('aria-activedescendant');
   return document.getElementById(id)?.querySelector('.palette-label').textContent ?? null;

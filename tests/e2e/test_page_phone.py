@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import itertools
 import json
 import re
 import shutil
@@ -16,7 +17,7 @@ import pytest
 
 from tests.e2e.conftest import BUILT_PAGE
 from tests.e2e.page_views import EVERYTHING
-from tests.e2e.recorded_page import TIMEOUT_MS, RecordedPage
+from tests.e2e.recorded_page import TIMEOUT_MS, RecordedPage, pass_endless
 from tests.e2e.requirements import require
 from tests.e2e.rest_client import create_conversation
 from tests.gateway.keyed import Keyed, keyed
@@ -216,8 +217,11 @@ def test_settings_on_a_phone_keep_their_head_and_labels_near_their_controls(open
     )
     assert len(gaps) >= 3 and all(gap["own"] < 0.8 * gap["other"] for gap in gaps)
     chat.page.evaluate("document.querySelector('aside.panel').scrollTop = 400")
+    head = "document.querySelector('aside.panel .panel-head').getBoundingClientRect()"
+    assert chat.page.evaluate(f"{head}.top") == 0, "nothing shows above it"
     chat.page.tap("[aria-label='Close settings']")
     chat.page.wait_for_selector(SETTINGS, state="detached")
+    chat.until("document.activeElement.ariaLabel === 'Settings'")  # not in the message box
     chat.page.tap("[aria-label=Settings]")
     chat.page.wait_for_selector(SETTINGS)
     chat.page.evaluate("document.querySelector('aside.panel').scrollTop = 1e6")
@@ -239,6 +243,103 @@ def test_keyboard_of_a_phone_opens_only_when_it_is_wanted(open_page: Any) -> Non
     assert page.evaluate(active) != "textarea"
     page.tap("#composer")
     assert page.evaluate(active) == "textarea"
+
+
+# Of the buttons below the message box: the height of each one's middle, and the places of Stop and the right end.
+FOOT = """(() => {
+  const foot = document.querySelector('.composer-foot');
+  const boxes = [...foot.querySelectorAll('button')].map(button => button.getBoundingClientRect());
+  const last = foot.querySelector('.send:last-child').getBoundingClientRect();
+  return {
+    rows: new Set(boxes.map(({top, bottom}) => Math.round((top + bottom) / 2))).size,
+    last: [last.left, last.top],
+    space: foot.getBoundingClientRect().right - last.right,
+    height: foot.offsetHeight,
+  };
+})()"""
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_composer_on_a_phone_keeps_its_buttons_in_one_row(width: int, open_page: Any) -> None:
+    chat = _phone(open_page, width)
+    page = chat.page
+    page.add_init_script(FAKE_RECOGNITION)
+    page.route_web_socket(re.compile("/v1/responses"), pass_endless)
+    chat.reload()
+    page.wait_for_selector("[aria-label='Voice input']")
+    seen = [page.evaluate(FOOT)]
+    chat.say("Hello")
+    page.wait_for_selector(".composer [aria-label=Stop]")
+    page.wait_for_selector(".meter")
+    seen.append(page.evaluate(FOOT))
+    page.fill("#composer", "More")
+    page.wait_for_selector(".composer [aria-label=Queue]")
+    seen.append(page.evaluate(FOOT))
+    assert page.evaluate(SMALL) == []
+    page.tap(".composer [aria-label=Stop]")
+    page.wait_for_selector(".composer [aria-label=Send]")
+    page.fill("#composer", "")
+    seen.append(page.evaluate(FOOT))
+    assert seen[0]["rows"] == 1 and seen[0]["space"] < 1 and seen[1:] == seen[:1] * 3
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.tap(".composer [aria-label='More answers']")  # in the part that scrolls
+    assert page.inner_text(".answer-count") == "2 answers"
+
+
+def test_composer_leaves_room_for_the_chat_above_the_keyboard_of_a_phone(open_page: Any) -> None:
+    chat = _phone(open_page)
+    chat.page.set_viewport_size({"width": 390, "height": 300})
+    chat.page.fill("#composer", "A line\n" * 12)
+    assert chat.page.evaluate("document.querySelector('.composer-area').offsetHeight") < 150
+
+
+def test_return_key_of_a_phone_inserts_a_new_line(open_page: Any) -> None:
+    chat = _phone(open_page)
+    chat.page.focus("#composer")
+    chat.page.keyboard.type("One")
+    chat.page.keyboard.press("Enter")
+    chat.page.keyboard.type("Two")
+    assert chat.page.input_value("#composer") == "One\nTwo" and chat.said() == []
+    chat.page.tap("[aria-label=Send]")
+    chat.wait_end(0)
+    assert chat.said() == ["One\nTwo"]
+
+
+# Rectangles of the texts of the tabs: one for each line.
+TABS = """[...document.querySelectorAll('.tabs [role=tab]')].flatMap(tab => {
+  const range = new Range();
+  range.selectNodeContents(tab);
+  return [...range.getClientRects()].map(({left, right}) => [left, right]);
+})"""
+
+
+def test_tabs_of_the_panel_have_gaps_on_a_small_phone(open_page: Any) -> None:
+    chat = _phone(open_page, 320)
+    chat.page.tap("[aria-label=Panel]")
+    chat.page.wait_for_selector(".side-panel .tabs")
+    lines = chat.page.evaluate(TABS)
+    assert len(lines) == 4, "a name has two lines"
+    assert all(next_left - right >= 8 for (_, right), (next_left, _) in itertools.pairwise(lines))
+    closer = chat.page.locator("[aria-label='Close the panel']").bounding_box()
+    assert lines[-1][1] <= closer["x"]
+
+
+CHIPS = """[...document.querySelectorAll('.attachment')].map(chip => {
+  const [icon, text, remove] = [...chip.children].map(part => part.getBoundingClientRect());
+  return icon.right <= text.left && text.right <= remove.left && text.top < icon.bottom && icon.top < text.bottom
+    && text.top < remove.bottom && remove.top < text.bottom;
+})"""
+
+
+def test_file_of_a_message_on_a_phone_is_one_row(open_page: Any) -> None:
+    chat = _phone(open_page, 320)
+    chat.expected_errors += 1  # the refused picture
+    chat.drop(
+        ".thread", [("notes-of-a-long-meeting.txt", b"The dragon sleeps. " * 40), ("picture" * 9 + ".png", b"\0")]
+    )
+    chat.until("document.querySelectorAll('.attachment:not(.attachment-reading)').length === 2")
+    assert chat.page.evaluate(CHIPS) == [True, True]
+    assert chat.page.evaluate("document.documentElement.scrollWidth") == 320
 
 
 def test_manifest_makes_the_page_installable(chat: RecordedPage) -> None:

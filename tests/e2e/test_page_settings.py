@@ -320,4 +320,4 @@ def test_cache_state_of_conversations_is_described(chat: RecordedPage) -> None:
     chat.page.keyboard.press("Escape")
     chat.page.hover(f"[data-id={cold}]")
     chat.page.click(f"[data-id={cold}] .conversation-menu")
-    assert chat.page.locator(".menu:popover-open .menu-note").inner_text().startswith("Cold: ")
+    assert chat.page.locator(".menu:popover-open .menu-note").inner_text().startswith("Hardly cached: ")

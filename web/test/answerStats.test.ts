@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { formatPercent, showWhitespace } from "../src/app/format";
-import { describeMiss, prefilledTokens, toCells } from "../src/ui/thread/AnswerStats";
+import { describeMiss, isExpectedMiss, prefilledTokens, toCells } from "../src/ui/thread/AnswerStats";
 
 const cells = (inputTokens: number, cachedTokens: number) => toCells({ inputTokens, cachedTokens, outputTokens: 0 });
 
@@ -44,5 +44,14 @@ describe("display of statistics", () => {
       "computed from token 32: its place in the cache was needed for other texts",
     );
     expect(describeMiss({ reason: "of_tomorrow", at_token: 0, detail: "" })).toBe("computed from token 0: of_tomorrow");
+  });
+});
+
+describe("isExpectedMiss", () => {
+  it("is true for new text and for a text that differs, which no cache could hold", () => {
+    const expected = ["never_computed", "diverged", "evicted", "no_state", "template_changed"].filter((reason) =>
+      isExpectedMiss({ reason, at_token: 9, detail: "" } as Parameters<typeof isExpectedMiss>[0]),
+    );
+    expect(expected).toEqual(["never_computed", "diverged"]);
   });
 });

@@ -1,8 +1,9 @@
 import { describe, expect, it } from "vitest";
 import type { WireConversation } from "../src/api/frames";
+import { RequestError } from "../src/api/rest";
 import { DEFAULT_SAMPLING, parseSampling } from "../src/app/settings";
 import { groupByDay } from "../src/conversations/conversations";
-import { summarizeImport, toFileName } from "../src/conversations/importExport";
+import { describeFailure, summarizeImport, toFileName } from "../src/conversations/importExport";
 import { isPinned, MAX_SYSTEM_CHARS, readSettings, withPin, withSettings } from "../src/conversations/metadata";
 import { splitAtMarks } from "../src/conversations/search";
 
@@ -145,5 +146,14 @@ describe("import and export", () => {
     };
     expect(summarizeImport(report)).toBe("Conversations: 2 imported, 1 already here, 1 failed. Bad.");
     expect(summarizeImport({ created: 0, extended: 0, unchanged: 0, failed: 0, data: [] })).toContain("none");
+  });
+
+  it("describeFailure says in plain words that a file is no export, and quotes other errors", () => {
+    const failure = (message: string, status: number) => describeFailure("a.txt", new RequestError(message, status));
+    const plain = "a.txt was not imported: it is not a conversation export.";
+    expect(failure("not valid JSON: 'H' at byte 0, where an object should begin", 400)).toBe(plain);
+    expect(failure("not a conversation: it is neither of this server nor exported by ChatGPT", 400)).toBe(plain);
+    expect(failure("items: at most 100, got 101", 400)).toBe("a.txt was not imported. items: at most 100, got 101");
+    expect(failure("not valid JSON", 500)).toBe("a.txt was not imported. not valid JSON");
   });
 });

@@ -46,6 +46,20 @@ const deletions = () => server.calls.filter(({ method }) => method === "DELETE")
 const created = () => FakeSocket.last.sent.filter(({ type }) => type === "response.create");
 const idle = () => vi.advanceTimersByTimeAsync(1);
 
+describe("saving a version", () => {
+  const stored = () => server.calls.filter(({ method }) => method === "POST").map(({ path }) => path);
+
+  it("stores nothing without a change", async () => {
+    await chat.edits.saveVersion(message("b"), "b");
+    expect(stored()).toEqual([]);
+  });
+
+  it("stores a changed text", async () => {
+    await chat.edits.saveVersion(message("b"), "b and more");
+    expect(stored()).toEqual(["/v1/conversations/conv_1/items"]);
+  });
+});
+
 describe("deleting a message", () => {
   it("hides it, keeps what followed it, and deletes it after the undo period", async () => {
     chat.edits.remove(message("b"));

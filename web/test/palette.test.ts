@@ -1,4 +1,5 @@
-import { afterEach, beforeEach, expect, test, vi } from "vitest";
+import { afterEach, beforeEach, describe, expect, test, vi } from "vitest";
+import { toast, toasts } from "../src/app/notifications";
 import { Chat } from "../src/chat/chat";
 import { fakeNetwork } from "./fakes";
 
@@ -87,4 +88,40 @@ test("scattered letters match only where no word does", async () => {
 test("a page that is locked offers no search and no import", async () => {
   chat.conversations.state.value = "locked";
   expect(await found("import")).toEqual({});
+});
+
+describe("keys", () => {
+  const press = (key: string, more: Partial<KeyboardEvent> = {}) =>
+    ({ key, code: `Key${key.toUpperCase()}`, target: null, ...more }) as KeyboardEvent;
+
+  test("Escape in a dialog leaves the panel below and the running answer to the next one", async () => {
+    const { commandOf } = await import("../src/ui/commands");
+    const { panel } = await import("../src/ui/navigation");
+    const modal: { shown: object | null } = { shown: null };
+    vi.stubGlobal("document", { querySelector: (selector: string) => selector === "dialog[open]" && modal.shown });
+    panel.value = "pages";
+    expect(commandOf(chat, press("Escape"))?.label).toBe("Close a panel");
+    modal.shown = {};
+    expect(commandOf(chat, press("Escape"))).toBeUndefined();
+    panel.value = null;
+  });
+
+  test("Ctrl+Z outside of text undoes the last deletion while its toast is shown", async () => {
+    class Field {}
+    vi.stubGlobal("HTMLInputElement", Field);
+    vi.stubGlobal("HTMLTextAreaElement", Field);
+    const { commandOf } = await import("../src/ui/commands");
+    const undo = press("z", { ctrlKey: true });
+    expect(commandOf(chat, undo)).toBeUndefined();
+    const [first, last] = [vi.fn(), vi.fn()];
+    toast("“One” deleted.", { label: "Undo", run: first });
+    toast("“Two” deleted.", { label: "Undo", run: last });
+    toast("Link copied.", { label: "Stop sharing", run: vi.fn() });
+    const inText = press("z", { ctrlKey: true, target: new Field() as unknown as EventTarget });
+    expect(commandOf(chat, inText)).toBeUndefined();
+    commandOf(chat, undo)!.run!(chat, undo);
+    expect([first.mock.calls.length, last.mock.calls.length]).toEqual([0, 1]);
+    expect(toasts.value.map(({ text }) => text)).toEqual(["“One” deleted.", "Link copied."]);
+    toasts.value = [];
+  });
 });

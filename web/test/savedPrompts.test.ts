@@ -75,10 +75,10 @@ describe("prompt menu", () => {
     expect(box().getAttribute("aria-activedescendant")).toBe(root.querySelector("[aria-selected=true]")!.id);
     await press("ArrowUp");
     await press("Enter");
-    const { panel } = await import("../src/ui/navigation");
-    expect([panel.value, box().value, labels()]).toEqual(["prompts", "", []]);
+    const { dialog } = await import("../src/ui/navigation");
+    expect([dialog.value, box().value, labels()]).toEqual(["prompts", "", []]);
     expect(box().hasAttribute("aria-activedescendant")).toBe(false);
-    panel.value = null;
+    dialog.value = null;
   });
 
   test("Enter inserts the selected prompt", async () => {

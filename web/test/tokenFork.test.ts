@@ -50,6 +50,15 @@ function answer(text: string, finish_reason = "stop"): void {
   end(text, finish_reason);
 }
 
+describe("an answer whose tokens are not stored", () => {
+  it("is not shown as tokens, but can be continued", () => {
+    answer("Hi", "length");
+    expect([chat.forks.canOpen(leaf()), chat.forks.canContinue(leaf())]).toEqual([true, true]);
+    leaf().tokens.value = 0;
+    expect([chat.forks.canOpen(leaf()), chat.forks.canContinue(leaf())]).toEqual([false, true]);
+  });
+});
+
 describe("forks inside an answer", () => {
   const alternative = (id: number, text: string, probability: number) => ({
     id,

@@ -27,3 +27,29 @@ it("Editor sets the caret before the first key press, and only once", async () =
   await vi.advanceTimersByTimeAsync(500);
   expect([area.selectionStart, area.selectionEnd]).toEqual([0, message.text.value.length]);
 });
+
+it("Editor keeps a changed text that was left with Escape, not one that was cancelled", async () => {
+  fakeNetwork();
+  vi.stubGlobal("matchMedia", () => ({ matches: false }));
+  const { UserMessage } = await import("../src/ui/thread/UserMessage");
+  const chat = new Chat("ws://test/v1/responses");
+  const message = chat.thread.value.tree.value.add({ key: "u", parent: null, role: "user", text: "What is 2 + 3?" });
+  render(h(ChatContext.Provider, { value: chat }, h(UserMessage, { message })), document.body);
+  const open = async () => {
+    document.querySelector<HTMLButtonElement>(".tool-edit")!.click();
+    await vi.advanceTimersByTimeAsync(50);
+    return document.querySelector("textarea")!;
+  };
+  const press = async (area: HTMLElement, key: string) => {
+    area.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    await vi.advanceTimersByTimeAsync(50);
+    expect(document.querySelector("textarea")).toBeNull();
+  };
+  (await open()).value = "What is 2 + 4?";
+  await press(document.querySelector("textarea")!, "Escape");
+  const again = await open();
+  expect(again.value).toBe("What is 2 + 4?");
+  [...document.querySelectorAll("button")].find(({ textContent }) => textContent === "Cancel")!.click();
+  await vi.advanceTimersByTimeAsync(50);
+  expect((await open()).value).toBe("What is 2 + 3?");
+});

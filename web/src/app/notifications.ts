@@ -34,6 +34,16 @@ export function toast(text: string, action: ToastAction | null = null): number {
   return id;
 }
 
+/** The action of the last toast that offers to undo something. */
+export function pendingUndo(): (() => void) | null {
+  const last = toasts.value.findLast(({ action }) => action?.label === "Undo");
+  if (!last) return null;
+  return () => {
+    last.action?.run();
+    dismiss(last.id);
+  };
+}
+
 export function dismiss(id: number): void {
   toasts.value = toasts.value.filter((other) => other.id !== id);
 }

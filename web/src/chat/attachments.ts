@@ -83,6 +83,8 @@ export class Attachments {
     const limit = this.maxTokens();
     return limit > 0 ? limit - this.thread.value.contextTokens.value : Number.POSITIVE_INFINITY;
   });
+  /** Whether the shown branch fills the context, so that nothing can follow it. */
+  readonly isFull = computed(() => this.freeTokens.value <= 0);
   readonly fit = computed(() => this.tokens.value < this.freeTokens.value);
   private readonly sent = new WeakMap<object, readonly Attachment[]>();
   private queue: Promise<unknown> = Promise.resolve();

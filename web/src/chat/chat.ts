@@ -268,9 +268,12 @@ export class Chat {
     await this.liveSync.refreshThread(thread);
   }
 
-  remove(id: string): void {
+  remove(id: string, onUndone: () => void = () => {}): void {
     const isShown = this.thread.value.id.value === id;
-    this.conversations.remove(id, () => isShown && void this.open(id));
+    this.conversations.remove(id, () => {
+      if (isShown) void this.open(id);
+      onUndone();
+    });
     if (isShown) this.newConversation();
   }
 

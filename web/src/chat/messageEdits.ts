@@ -22,6 +22,8 @@ interface PendingDeletion {
 }
 
 export class MessageEdits {
+  /** Texts of editors that were left with Escape, by message and label of the editor. */
+  private readonly drafts = new WeakMap<Message, Map<string, string>>();
   private pending: PendingDeletion | null = null;
   private deleting: Promise<void> | null = null;
 
@@ -33,8 +35,21 @@ export class MessageEdits {
     addEventListener("pagehide", () => void this.flush());
   }
 
-  /** Store another version of an answer, as its sibling, and show it. */
+  draftOf(message: Message, editor: string): string | undefined {
+    return this.drafts.get(message)?.get(editor);
+  }
+
+  /** Keep the text of an editor for when it is opened again; null: there is nothing to keep. */
+  keepDraft(message: Message, editor: string, text: string | null): void {
+    const kept = this.drafts.get(message) ?? new Map<string, string>();
+    if (text === null) kept.delete(editor);
+    else kept.set(editor, text);
+    this.drafts.set(message, kept);
+  }
+
+  /** Store another version of an answer, as its sibling, and show it. Without a change there is nothing to store. */
   async saveVersion(answer: Message, text: string): Promise<void> {
+    if (text === answer.text.value.trim()) return;
     const thread = this.thread.value;
     const conversation = thread.id.value;
     const above = answer.parent === null ? "root" : thread.tree.value.get(answer.parent)?.id.value;

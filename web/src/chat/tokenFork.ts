@@ -29,8 +29,13 @@ export class TokenForks {
 
   constructor(private readonly chat: ForkTarget) {}
 
-  /** Whether the answer can be forked now. */
+  /** Whether the tokens of the answer can be shown now: they are stored, unless it was imported or written by hand. */
   canOpen(message: Message): boolean {
+    return message.tokens.value !== 0 && this.canContinue(message);
+  }
+
+  /** Whether the answer can be continued now. */
+  canContinue(message: Message): boolean {
     const ended = ["done", "stopped", "steered", "interrupted", "length"].includes(message.status.value);
     return ended && message.id.value !== null && message.text.value !== "" && !this.chat.live.value;
   }

@@ -67,12 +67,22 @@ export async function importFiles(files: readonly File[], conversations: Convers
       );
       messages.push(summarizeImport(report));
     } catch (error) {
-      messages.push(`${file.name} was not imported. ${(error as Error).message}`);
+      messages.push(describeFailure(file.name, error as Error));
     }
   }
   if (imported.length > 0) await conversations.refresh();
   if (messages.length > 0) toast(messages.join(" "));
   return imported.length === 1 ? imported[0]! : null;
+}
+
+const OTHER_CONTENT = /not valid JSON|not a conversation/; // in the server's message
+
+/** Describe in plain words why a file was not imported. */
+export function describeFailure(name: string, error: Error): string {
+  const isOther = error instanceof rest.RequestError && error.status === 400 && OTHER_CONTENT.test(error.message);
+  return isOther
+    ? `${name} was not imported: it is not a conversation export.`
+    : `${name} was not imported. ${error.message}`;
 }
 
 export function summarizeImport(report: rest.ImportReport): string {

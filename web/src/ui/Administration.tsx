@@ -7,7 +7,7 @@ import { formatDuration, formatShare } from "../app/format";
 import { Poller } from "../server/poller";
 import { Close } from "./icons";
 import { Modal } from "./Modal";
-import { closePanel } from "./navigation";
+import { closeDialog } from "./navigation";
 import "./administration.css";
 
 const POLL_MS = 3000;
@@ -25,7 +25,7 @@ export function Administration() {
   useEffect(() => overview.start(), []);
   const { current, previous, error } = overview;
   return (
-    <Modal class="administration" dialog={dialog} label="Administration" onClosed={() => closePanel("administration")}>
+    <Modal class="administration" dialog={dialog} label="Administration" onClosed={() => closeDialog("administration")}>
       <header class="panel-head">
         <h2>Administration</h2>
         <button

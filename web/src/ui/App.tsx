@@ -10,6 +10,7 @@ import { DropZone, useFileDrop } from "./DropZone";
 import { Beams, Cells, Close, Columns, Fork, Menu, PanelRight, Plus } from "./icons";
 import { lazy } from "./lazy";
 import {
+  dialog,
   findOpen,
   focusComposer,
   lastSidePanel,
@@ -64,9 +65,9 @@ export function App({ chat }: { chat: Chat }) {
         {panel.value === "settings" && <Settings />}
         {sidePanel.value !== null && <SidePanel />}
       </div>
-      {panel.value === "shortcuts" && <Shortcuts />}
-      {panel.value === "administration" && <Administration />}
-      {panel.value === "prompts" && <SavedPrompts />}
+      {dialog.value === "shortcuts" && <Shortcuts />}
+      {dialog.value === "administration" && <Administration />}
+      {dialog.value === "prompts" && <SavedPrompts />}
       {paletteOpen.value && <Palette />}
       {chat.forks.inspector.value && <AlternativesPopover />}
       <FileDrop />

@@ -63,17 +63,19 @@ function Chip({ file }: { file: Attachment }) {
   return (
     <li class={`attachment attachment-${file.state}`}>
       <FileText />
-      <span class="attachment-name" dir="auto" title={file.name}>
-        {file.name}
+      <span class="attachment-text">
+        <span class="attachment-name" dir="auto" title={file.name}>
+          {file.name}
+        </span>
+        <span class="attachment-cost">
+          {file.state === "failed" ? file.error : file.state === "reading" ? "reading…" : <Cost file={file} />}
+        </span>
+        {file.pasted !== null && (
+          <button type="button" class="link" onClick={insert}>
+            Insert as text
+          </button>
+        )}
       </span>
-      <span class="attachment-cost">
-        {file.state === "failed" ? file.error : file.state === "reading" ? "reading…" : <Cost file={file} />}
-      </span>
-      {file.pasted !== null && (
-        <button type="button" class="link" onClick={insert}>
-          Insert as text
-        </button>
-      )}
       <button type="button" class="tool attachment-remove" aria-label={`Remove ${file.name}`} onClick={remove}>
         <Close />
       </button>

@@ -7,14 +7,15 @@ import { MAX_N, sampling, setSampling, systemPrompt } from "../app/settings";
 import { PASTED_FILE_CHARS } from "../chat/attachments";
 import { AttachButton, AttachmentChips } from "./Attachments";
 import { useChat } from "./context";
-import { Chevron, Close, Minus, Plus, Send, Sliders, Stop } from "./icons";
+import { Chevron, Close, Minus, Plus, Queue, Send, Sliders, Stop } from "./icons";
 import { lazy } from "./lazy";
-import { focusComposer, panel, togglePanel } from "./navigation";
+import { focusComposer, isTouch, panel, restoredConversation, togglePanel } from "./navigation";
 import { VoiceButton } from "./VoiceButton";
 
 const PromptMenu = lazy(async () => (await import("./prompts/PromptMenu")).PromptMenu);
 const PROMPT_NAME = /^\/[a-z0-9-]*$/; // the beginning of a message that names a saved prompt
 const MAX_HEIGHT_PX = 220;
+const FULL = "This chat is full. Start a new chat, or edit an earlier message.";
 
 export function Composer() {
   const chat = useChat();
@@ -23,6 +24,7 @@ export function Composer() {
   const { attachments } = chat;
   const live = chat.live.value;
   const ready = chat.ready.value;
+  const isFull = live === null && attachments.isFull.value;
 
   const resize = () => {
     const box = area.current;
@@ -30,7 +32,11 @@ export function Composer() {
     box.style.height = "auto";
     box.style.height = `${Math.min(MAX_HEIGHT_PX, box.scrollHeight)}px`;
   };
-  useEffect(() => focusComposer(), [chat.thread.value]);
+  useEffect(() => {
+    if (restoredConversation.value === null || restoredConversation.value !== chat.thread.value.id.value)
+      focusComposer();
+    restoredConversation.value = null;
+  }, [chat.thread.value]);
   useLayoutEffect(() => {
     const box = area.current;
     if (!box || box.value === text.value) return;
@@ -40,6 +46,10 @@ export function Composer() {
   const hasContent = text.value.trim() !== "" || attachments.ready.value.length > 0;
   const send = (queue = false) => {
     if (!hasContent || !ready) return;
+    if (isFull) {
+      announce(FULL);
+      return;
+    }
     if (attachments.isReading.value) {
       announce("A file is still being read.");
       return;
@@ -63,7 +73,7 @@ export function Composer() {
     else void attachments.add(files);
   };
   const onKeyDown = (event: KeyboardEvent) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !isTouch()) {
       event.preventDefault();
       send(event.altKey);
     } else if (event.key === "ArrowUp" && text.value === "") {
@@ -77,7 +87,7 @@ export function Composer() {
   };
   return (
     <div class="composer-area">
-      <Suggestions />
+      {isFull ? <FullNotice /> : <Suggestions />}
       <QueuedMessages />
       {PROMPT_NAME.test(text.value) && <PromptMenu area={area} />}
       <form
@@ -94,6 +104,7 @@ export function Composer() {
           rows={1}
           aria-label="Message"
           dir="auto"
+          enterkeyhint={isTouch() ? "enter" : "send"}
           placeholder={placeholder()}
           onInput={(event) => {
             text.value = event.currentTarget.value;
@@ -103,24 +114,48 @@ export function Composer() {
           onPaste={onPaste}
         />
         <div class="composer-foot">
-          <AttachButton />
           <VoiceButton area={area} />
-          <SystemPromptSelect />
-          <AnswerCount />
-          <button
-            type="button"
-            class="chip"
-            aria-label="Settings"
-            aria-expanded={panel.value === "settings"}
-            title="Settings"
-            onClick={() => togglePanel("settings")}
-          >
-            <Sliders />
-          </button>
-          <span class="spacer" />
+          <div class="composer-options">
+            <AttachButton />
+            <button
+              type="button"
+              class="chip"
+              aria-label="Settings"
+              aria-expanded={panel.value === "settings"}
+              title="Settings"
+              onClick={() => togglePanel("settings")}
+            >
+              <Sliders />
+            </button>
+            <SystemPromptSelect />
+            <AnswerCount />
+          </div>
           <CacheBadge />
           <ContextMeter />
-          {live && (
+          {live && hasContent && (
+            <>
+              <button
+                type="button"
+                class="chip queue"
+                aria-label="Queue"
+                title="Send after this answer (Alt+Enter)"
+                onClick={() => send(true)}
+              >
+                <Queue />
+                <span class="queue-label">Queue</span>
+              </button>
+              <button
+                type="submit"
+                class="send"
+                aria-label="Stop the answer and send"
+                title="Stop the answer here and send (Enter)"
+                disabled={!attachments.fit.value || !ready}
+              >
+                <Send />
+              </button>
+            </>
+          )}
+          {live ? (
             <button
               type="button"
               class="send send-stop"
@@ -130,42 +165,32 @@ export function Composer() {
             >
               <Stop />
             </button>
-          )}
-          {live ? (
-            hasContent && (
-              <>
-                <button
-                  type="button"
-                  class="chip"
-                  title="Send after this answer (Alt+Enter)"
-                  onClick={() => send(true)}
-                >
-                  Queue
-                </button>
-                <button
-                  type="submit"
-                  class="send"
-                  aria-label="Stop the answer and send"
-                  title="Stop the answer here and send (Enter)"
-                  disabled={!attachments.fit.value || !ready}
-                >
-                  <Send />
-                </button>
-              </>
-            )
           ) : (
             <button
               type="submit"
               class="send"
               aria-label="Send"
-              title="Send (Enter)"
-              disabled={!hasContent || attachments.isReading.value || !attachments.fit.value || !ready}
+              title={isFull ? FULL : "Send (Enter)"}
+              disabled={!hasContent || isFull || attachments.isReading.value || !attachments.fit.value || !ready}
             >
               <Send />
             </button>
           )}
         </div>
       </form>
+    </div>
+  );
+}
+
+/** The context is full: what can be done about it. */
+function FullNotice() {
+  const chat = useChat();
+  return (
+    <div class="full-notice" role="status">
+      <span>{FULL}</span>
+      <button type="button" class="button" onClick={() => chat.newConversation()}>
+        New chat
+      </button>
     </div>
   );
 }

@@ -31,7 +31,7 @@ import {
 import { MAX_SYSTEM_CHARS } from "../conversations/metadata";
 import { useChat } from "./context";
 import { Close } from "./icons";
-import { panel } from "./navigation";
+import { focusComposer, isTouch, panel } from "./navigation";
 import { RareSettings } from "./RareSettings";
 import { SamplingSettings } from "./SamplingSettings";
 import { SignedInSection } from "./SignedIn";
@@ -40,12 +40,21 @@ import { ToolSettings } from "./ToolSettings";
 export function Settings() {
   const chat = useChat();
   const root = useRef<HTMLElement>(null);
-  useEffect(() => root.current?.querySelector<HTMLElement>("button")?.focus(), []);
+  const opener = useRef<Element | null>(null);
+  useEffect(() => {
+    opener.current = document.activeElement;
+    root.current?.querySelector<HTMLElement>("button")?.focus();
+  }, []);
+  const close = () => {
+    panel.value = null;
+    if (isTouch() && opener.current instanceof HTMLElement) opener.current.focus();
+    else focusComposer();
+  };
   return (
     <aside class="panel" aria-label="Settings" ref={root}>
       <header class="panel-head">
         <h2>Settings</h2>
-        <button type="button" class="tool" aria-label="Close settings" onClick={() => (panel.value = null)}>
+        <button type="button" class="tool" aria-label="Close settings" onClick={close}>
           <Close />
         </button>
       </header>

@@ -4,12 +4,12 @@ import { useRef } from "preact/hooks";
 import { COMMANDS } from "./commands";
 import { Close } from "./icons";
 import { Modal } from "./Modal";
-import { closePanel } from "./navigation";
+import { closeDialog } from "./navigation";
 
 export function Shortcuts() {
   const dialog = useRef<HTMLDialogElement>(null);
   return (
-    <Modal dialog={dialog} label="Keyboard shortcuts" onClosed={() => closePanel("shortcuts")}>
+    <Modal dialog={dialog} label="Keyboard shortcuts" onClosed={() => closeDialog("shortcuts")}>
       <header class="panel-head">
         <h2>Keyboard</h2>
         <button type="button" class="tool" aria-label="Close shortcuts" onClick={() => dialog.current?.close()}>

@@ -3,7 +3,7 @@
 import type { Identity } from "../api/rest";
 import { leaveSession } from "./commands";
 import { useChat } from "./context";
-import { togglePanel } from "./navigation";
+import { toggleDialog } from "./navigation";
 
 const DIGEST = /^[0-9a-f]{12,}$/; // the tenant of a key without a name is its digest
 
@@ -19,7 +19,7 @@ export function SignedInSection() {
   return (
     <div class="panel-section">
       {identity.is_admin && (
-        <button type="button" class="button" onClick={() => togglePanel("administration")}>
+        <button type="button" class="button" onClick={() => toggleDialog("administration")}>
           Administration
         </button>
       )}

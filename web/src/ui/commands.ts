@@ -1,7 +1,7 @@
 // All commands of the page with their keys: for the key handler, the list of shortcuts and the command palette.
 
 import { signOut } from "../api/rest";
-import { toast } from "../app/notifications";
+import { pendingUndo, toast } from "../app/notifications";
 import { type Theme, theme } from "../app/settings";
 import type { Chat } from "../chat/chat";
 import type { Message } from "../chat/tree";
@@ -16,9 +16,11 @@ import {
   PANEL_LABELS,
   paletteOpen,
   panel,
+  removeConversation,
   SIDE_PANELS,
   sidebarOpen,
   sidePanel,
+  toggleDialog,
   togglePanel,
   toggleSidePanel,
 } from "./navigation";
@@ -39,6 +41,9 @@ function belongsToText({ target, altKey }: KeyboardEvent): boolean {
   if (!altKey || !(target instanceof HTMLInputElement || target instanceof HTMLTextAreaElement)) return false;
   return target.value !== "";
 }
+/** Whether the focus is in a text field, which has an undo of its own. */
+const isInText = (event: KeyboardEvent | null) =>
+  event?.target instanceof HTMLInputElement || event?.target instanceof HTMLTextAreaElement;
 const control = (code: string) => (event: KeyboardEvent) => hasControl(event) && !event.shiftKey && event.code === code;
 const controlShift = (code: string) => (event: KeyboardEvent) =>
   hasControl(event) && event.shiftKey && event.code === code;
@@ -258,7 +263,15 @@ export const COMMANDS: readonly Command[] = [
     label: "Delete this conversation (with undo)",
     matches: (event) => hasControl(event) && event.shiftKey && event.key === "Backspace",
     applies: isStored,
-    run: (chat) => chat.remove(shownId(chat)!),
+    run: (chat) => removeConversation(chat, shownId(chat)!),
+  },
+  {
+    keys: "Ctrl+Z",
+    label: "Undo a deletion while that is offered",
+    matches: control("KeyZ"),
+    applies: (_, event) => pendingUndo() !== null && !isInText(event),
+    run: () => pendingUndo()?.(),
+    keysOnly: true,
   },
   {
     label: "Pin this conversation",
@@ -294,11 +307,11 @@ export const COMMANDS: readonly Command[] = [
   themeCommand("dark", "Dark theme"),
   themeCommand("system", "System theme"),
   { keys: "Ctrl+,", label: "Settings", matches: controlSign(","), run: () => togglePanel("settings") },
-  { keys: "/", label: "Saved prompts", applies: isUnlocked, run: () => togglePanel("prompts") },
+  { keys: "/", label: "Saved prompts", applies: isUnlocked, run: () => toggleDialog("prompts") },
   {
     label: "Administration",
     applies: (chat) => chat.auth.identity.value?.is_admin === true,
-    run: () => togglePanel("administration"),
+    run: () => toggleDialog("administration"),
   },
   { label: "Sign out", applies: (chat) => (chat.auth.identity.value?.key_id ?? null) !== null, run: leaveSession },
   {
@@ -308,12 +321,13 @@ export const COMMANDS: readonly Command[] = [
     run: () => focusComposer(true),
     keysOnly: true,
   },
-  { keys: "Ctrl+/", label: "Keyboard shortcuts", matches: controlSign("/"), run: () => togglePanel("shortcuts") },
+  { keys: "Ctrl+/", label: "Keyboard shortcuts", matches: controlSign("/"), run: () => toggleDialog("shortcuts") },
 ];
 
 /** The command that a key runs now. */
 export function commandOf(chat: Chat, event: KeyboardEvent): Command | undefined {
   if (event.isComposing || event.defaultPrevented || belongsToText(event)) return undefined;
+  if (isEscape(event) && document.querySelector("dialog[open]")) return undefined; // closes only the dialog
   return COMMANDS.find(({ matches, applies, run }) => matches?.(event) && run && applies?.(chat, event) !== false);
 }
 

@@ -44,6 +44,11 @@ export const Send = () => (
     <path d="M10 16.5v-13M4.5 9 10 3.5 15.5 9" />
   </Icon>
 );
+export const Queue = () => (
+  <Icon>
+    <path d="M3 5.5h14M3 10h14M3 14.5h6M14 12.5v4.5M11.7 14.7H16.3" />
+  </Icon>
+);
 export const Stop = () => (
   <Icon>
     <rect x="5.5" y="5.5" width="9" height="9" rx="1.5" fill="currentColor" />

@@ -1,5 +1,5 @@
-// Navigation state: the open panel (one at a time; over the thread on a phone), the sidebar, and the message to scroll
-// to.
+// Navigation state: the open panel (one at a time; over the thread on a phone), the dialog over it, the sidebar, and the
+// message to scroll to.
 
 import { computed, effect, signal } from "@preact/signals";
 import { load, save } from "../app/browser";
@@ -14,13 +14,18 @@ export const PANEL_LABELS: Readonly<Record<SidePanelName, string>> = {
   branches: "Branches",
   pages: "KV pages",
 };
-export type PanelName = SidePanelName | "settings" | "shortcuts" | "administration" | "prompts";
+export type PanelName = SidePanelName | "settings";
+export const DIALOGS = ["shortcuts", "administration", "prompts"] as const;
+export type DialogName = (typeof DIALOGS)[number];
 
 const STORAGE_KEY = "side";
 
 export const sidebarOpen = signal(!matchMedia("(max-width: 800px)").matches);
 const restored = restorePanel();
 export const panel = signal<PanelName | null>(restored.open && !isNarrow() ? restored.side : null);
+
+/** The modal dialog over the page. The panel below stays as it is. */
+export const dialog = signal<DialogName | null>(null);
 
 export const findOpen = signal(false); // the search in the conversation is shown
 export const paletteOpen = signal(false); // the command palette is shown
@@ -34,9 +39,13 @@ export function togglePanel(name: PanelName, open = panel.value !== name): void 
   panel.value = open ? name : null;
 }
 
-/** Close a dialog that the browser has closed, unless another panel was opened meanwhile. */
-export function closePanel(name: PanelName): void {
-  if (panel.value === name) panel.value = null;
+export function toggleDialog(name: DialogName, open = dialog.value !== name): void {
+  dialog.value = open ? name : null;
+}
+
+/** Close a dialog that the browser has closed, unless another one was opened meanwhile. */
+export function closeDialog(name: DialogName): void {
+  if (dialog.value === name) dialog.value = null;
 }
 
 export function toggleSidePanel(): void {
@@ -66,6 +75,16 @@ export function closeSidebarIfNarrow(): void {
   if (isNarrow()) sidebarOpen.value = false;
 }
 
+/** Delete a conversation; after Undo its row has the focus. */
+export function removeConversation(chat: Chat, id: string): void {
+  const isShown = chat.thread.value.id.value === id;
+  const focus = () => document.querySelector<HTMLElement>(`[data-id="${id}"] .conversation-open`)?.focus();
+  chat.remove(id, () => {
+    if (isShown) restoredConversation.value = id;
+    setTimeout(focus); // after the row is rendered again
+  });
+}
+
 // -- Scrolling to a message: a search hit, a node of the branch map, an address
 
 /** Key or server id of the message to scroll to; null: none. */
@@ -81,6 +100,9 @@ export function scrollToMessage(key: string): void {
 
 /** The answer whose form of Compare settings is open; null: none. */
 export const comparedAnswer = signal<Message | null>(null);
+
+/** A conversation whose deletion was undone, and which is opened without the focus in the message box; null: none. */
+export const restoredConversation = signal<string | null>(null);
 
 /** A message whose deletion was undone, and which takes the focus; null: none. */
 export const restoredMessage = signal<Message | null>(null);
@@ -99,6 +121,11 @@ export function goToMessage(chat: Chat, message: Message): void {
   if (isNarrow()) panel.value = null; // it covers the thread
   clearTimeout(saveTimer);
   if (tree.leaf.value !== leaf) saveTimer = setTimeout(() => chat.choose(message), SAVE_DELAY_MS);
+}
+
+/** Whether the page is used by touch: the keyboard is on the screen, and its Return key inserts a new line. */
+export function isTouch(): boolean {
+  return matchMedia("(pointer: coarse)").matches;
 }
 
 /** Focus the message box; on a touch screen its keyboard would cover the conversation, unless that is `wanted`. */

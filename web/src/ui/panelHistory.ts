@@ -4,11 +4,11 @@
 import { batch, computed, effect } from "@preact/signals";
 import { addressedConversation, addressOf } from "../chat/address";
 import type { Chat } from "../chat/chat";
-import { isNarrow, type PanelName, panel, sidebarOpen } from "./navigation";
+import { DIALOGS, type DialogName, dialog, isNarrow, type PanelName, panel, sidebarOpen } from "./navigation";
 
-type Cover = PanelName | "sidebar";
+type Cover = DialogName | PanelName | "sidebar";
 
-const cover = computed<Cover | null>(() => panel.value ?? (sidebarOpen.value ? "sidebar" : null));
+const cover = computed<Cover | null>(() => dialog.value ?? panel.value ?? (sidebarOpen.value ? "sidebar" : null));
 
 /** What covers the conversation at a history entry. */
 function coverOf(state: unknown): Cover | null {
@@ -16,9 +16,11 @@ function coverOf(state: unknown): Cover | null {
 }
 
 function show(shown: Cover | null): void {
+  const dialogShown = DIALOGS.find((name) => name === shown) ?? null;
   batch(() => {
     sidebarOpen.value = shown === "sidebar";
-    panel.value = shown === "sidebar" ? null : shown;
+    dialog.value = dialogShown;
+    panel.value = shown === "sidebar" || shown === dialogShown ? null : (shown as PanelName | null);
   });
 }
 

@@ -8,7 +8,7 @@ import { filterMatches } from "../../app/matchText";
 import { announce } from "../../app/notifications";
 import { listPrompts, type SavedPrompt } from "../../server/savedPrompts";
 import { useChat } from "../context";
-import { togglePanel } from "../navigation";
+import { toggleDialog } from "../navigation";
 import { VariablesForm } from "./VariablesForm";
 import "../palette.css";
 import "./saved-prompts.css";
@@ -50,7 +50,7 @@ export function PromptMenu({ area }: { area: RefObject<HTMLTextAreaElement | nul
   };
   const manage = () => {
     text.value = "";
-    togglePanel("prompts", true);
+    toggleDialog("prompts", true);
   };
   const options = useComputed<readonly Option[]>(() => {
     const query = text.value.slice(1);

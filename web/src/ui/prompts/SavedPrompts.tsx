@@ -12,7 +12,7 @@ import {
 } from "../../server/savedPrompts";
 import { Close } from "../icons";
 import { Modal } from "../Modal";
-import { closePanel } from "../navigation";
+import { closeDialog } from "../navigation";
 import "./saved-prompts.css";
 
 const NEW: PromptFields = { name: "", text: "", description: "" };
@@ -55,7 +55,7 @@ export function SavedPrompts() {
       class="saved-prompts"
       dialog={dialog}
       label="Saved prompts"
-      onClosed={() => closePanel("prompts")}
+      onClosed={() => closeDialog("prompts")}
       onKeyDown={(event) => event.key === "Escape" && event.stopPropagation()} // a running answer goes on
     >
       <header class="panel-head">

@@ -9,7 +9,7 @@ import { useChat } from "../context";
 import { exportConversation, share, stopSharing } from "../fileActions";
 import { Close, Download, Edit, More, Pin, Share, Spark, Trash } from "../icons";
 import { MenuButton, type MenuItem } from "../Menu";
-import { closeSidebarIfNarrow } from "../navigation";
+import { closeSidebarIfNarrow, removeConversation } from "../navigation";
 
 export function ConversationList() {
   const list = useChat().conversations;
@@ -104,7 +104,7 @@ function ConversationRow({ conversation }: { conversation: WireConversation }) {
     const rows = [...document.querySelectorAll<HTMLElement>(".conversation-open")];
     const at = rows.indexOf(button.current!);
     (rows[at + 1] ?? rows[at - 1])?.focus(); // otherwise the focus is lost with the row
-    chat.remove(id);
+    removeConversation(chat, id);
   };
   const onKeyDown = (event: KeyboardEvent) => {
     if (event.key === "F2") renaming.value = true;

@@ -7,7 +7,7 @@ import { splitAtMarks } from "../../conversations/search";
 import { useChat } from "../context";
 import { DropZone } from "../DropZone";
 import { Close, Keyboard, Mark, Moon, Plus, Screen, Sun } from "../icons";
-import { closeSidebarIfNarrow, isNarrow, scrollToMessage, sidebarOpen, togglePanel } from "../navigation";
+import { closeSidebarIfNarrow, isNarrow, scrollToMessage, sidebarOpen, toggleDialog } from "../navigation";
 import { ConversationList, LoadMore, moveBetweenRows } from "./ConversationList";
 import { ImportExportMenu } from "./ImportExport";
 
@@ -117,7 +117,7 @@ function SidebarFooter() {
         class="tool"
         aria-label="Keyboard shortcuts"
         title="Keyboard shortcuts (Ctrl+/)"
-        onClick={() => togglePanel("shortcuts")}
+        onClick={() => toggleDialog("shortcuts")}
       >
         <Keyboard />
       </button>

@@ -95,7 +95,11 @@ export function Answer({ message, turn }: { message: Message; turn: Turn | undef
               class="tool tool-tokens"
               aria-label="Show tokens"
               aria-pressed={tokens !== null}
-              title="Show tokens: every token with its alternatives. Clicking a word selects its token."
+              title={
+                message.tokens.value === 0
+                  ? "The tokens of this answer are not stored: it was imported or edited."
+                  : "Show tokens: every token with its alternatives. Clicking a word selects its token."
+              }
               disabled={!tokens && !chat.forks.canOpen(message)}
               onClick={() => (tokens ? chat.forks.close() : void chat.forks.open(message))}
             >
@@ -135,6 +139,7 @@ function AnswerEditor({ message, onClose }: { message: Message; onClose: () => v
   if (question) actions.push({ label: "Continue", run: (text) => chat.answerFrom(question, text) });
   return (
     <MessageEditor
+      message={message}
       label="Edit answer"
       text={message.text.value}
       hint="The old version stays as a branch. Continue: the model goes on from this text."

@@ -41,7 +41,11 @@ export function AnswerStats({ turn, strip = true }: { turn: Turn; strip?: boolea
         computed
       </span>
       {miss && (
-        <span class="stat stat-miss" data-miss={miss.reason} title={miss.detail}>
+        <span
+          class={`stat stat-miss ${isExpectedMiss(miss) ? "" : "stat-warning"}`}
+          data-miss={miss.reason}
+          title={miss.detail}
+        >
           {describeMiss(miss)}
         </span>
       )}
@@ -95,6 +99,11 @@ const MISS_REASONS: Readonly<Record<string, string>> = {
   no_state: "the model kept no state to continue from",
   template_changed: "the chat format changed earlier messages",
 };
+
+/** Whether the tokens had to be computed anyway: no cache could have held them. */
+export function isExpectedMiss({ reason }: CacheMiss): boolean {
+  return reason === "never_computed" || reason === "diverged";
+}
 
 /** Describe the first cache miss in plain words. */
 export function describeMiss(miss: CacheMiss): string {

@@ -7,7 +7,7 @@ import type { Thread } from "../../chat/thread";
 import type { Message } from "../../chat/tree";
 import { useChat } from "../context";
 import { Close, Left, Right } from "../icons";
-import { findOpen, focusComposer, goToMessage } from "../navigation";
+import { findOpen, focusComposer, goToMessage, scrollToMessage } from "../navigation";
 import { findHits, type Hit } from "./findHits";
 
 const MAX_MARKED = 500; // ranges on the screen
@@ -28,7 +28,9 @@ export function Find() {
   }, []);
   useEffect(() => {
     at.value = 0;
-    visited.current = false;
+    const first = hits.peek()[0]?.message;
+    visited.current = first !== undefined && thread.tree.peek().path.peek().includes(first);
+    if (visited.current) scrollToMessage(first!.key);
   }, [query.value, thread]);
   useEffect(() => {
     const stop = effect(() => {
@@ -48,7 +50,7 @@ export function Find() {
   const go = (step: number) => {
     if (found.length === 0) return;
     if (visited.current) at.value = (at.value + step + found.length) % found.length;
-    visited.current = true; // the first key goes to the first hit
+    visited.current = true; // the first key goes to a first hit on another branch, which typing does not show
     goToMessage(chat, found[at.value]!.message);
   };
   const close = () => {

@@ -4,7 +4,7 @@ import type { Message } from "../../chat/tree";
 import { useChat } from "../context";
 import { Fork, More, Trash } from "../icons";
 import { MenuButton, type MenuItem } from "../Menu";
-import { closeSidebarIfNarrow, focusComposer, restoredMessage } from "../navigation";
+import { closeSidebarIfNarrow, focusComposer, isTouch, restoredMessage } from "../navigation";
 
 export interface EditorAction {
   readonly label: string;
@@ -12,6 +12,7 @@ export interface EditorAction {
 }
 
 interface EditorProps {
+  readonly message: Message;
   readonly label: string;
   readonly text: string;
   readonly hint: string;
@@ -20,14 +21,17 @@ interface EditorProps {
   readonly onClose: () => void;
 }
 
-export function MessageEditor({ label, text, hint, actions, isTall = false, onClose }: EditorProps) {
+export function MessageEditor({ message, label, text, hint, actions, isTall = false, onClose }: EditorProps) {
   const area = useRef<HTMLTextAreaElement>(null);
   // before the paint, so that no key press is lost
   useLayoutEffect(() => {
     area.current?.focus();
     area.current?.setSelectionRange(-1, -1);
   }, []);
-  const close = () => {
+  const { edits } = useChat();
+  const draft = edits.draftOf(message, label) ?? text; // left with Escape
+  const close = (kept: string | null = null) => {
+    edits.keepDraft(message, label, kept);
     onClose();
     focusComposer(); // otherwise the focus is lost with the editor
   };
@@ -41,8 +45,9 @@ export function MessageEditor({ label, text, hint, actions, isTall = false, onCl
     if (event.isComposing) return;
     if (event.key === "Escape") {
       event.stopPropagation();
-      close();
-    } else if (event.key === "Enter" && !event.shiftKey) {
+      const written = area.current?.value ?? text;
+      close(written === text ? null : written);
+    } else if (event.key === "Enter" && !event.shiftKey && !isTouch()) {
       event.preventDefault();
       run(actions.at(-1)!);
     }
@@ -53,13 +58,14 @@ export function MessageEditor({ label, text, hint, actions, isTall = false, onCl
         ref={area}
         aria-label={label}
         dir="auto"
-        rows={editorRows(text)}
-        defaultValue={text}
+        enterkeyhint={isTouch() ? "enter" : "done"}
+        rows={editorRows(draft)}
+        defaultValue={draft}
         onKeyDown={onKeyDown}
       />
       <div class="editor-foot">
         <span class="hint">{hint}</span>
-        <button type="button" class="button" onClick={close}>
+        <button type="button" class="button" onClick={() => close()}>
           Cancel
         </button>
         {actions.map((action, index) => (

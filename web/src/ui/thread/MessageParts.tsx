@@ -109,16 +109,17 @@ export function Ending({ message, alone = false }: { message: Message; alone?: b
   const status = message.status.value;
   const ending = ENDINGS[status];
   if (ending !== undefined) {
+    const isFull = chat.attachments.isFull.value && chat.thread.value.tree.value.leaf.value === message;
     return (
       <div class="ending">
         <span>
           {ending} {message.error.value}
         </span>
-        {alone && status !== "steered" && (
+        {alone && status !== "steered" && !isFull && (
           <button
             type="button"
             class="button"
-            disabled={!chat.forks.canOpen(message)}
+            disabled={!chat.forks.canContinue(message)}
             onClick={() => void chat.forks.continueAnswer(message)}
           >
             Continue

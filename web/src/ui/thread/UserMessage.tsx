@@ -22,6 +22,7 @@ export function UserMessage({ message }: { message: Message }) {
     };
     return (
       <MessageEditor
+        message={message}
         label="Edit message"
         text={text}
         hint={`The old version stays as a branch.${files.length > 0 ? ` The new one has its ${plural(files.length, "file")}.` : ""}`}
@@ -56,6 +57,7 @@ export function UserMessage({ message }: { message: Message }) {
       </div>
       {editing.value === "answer" && (
         <MessageEditor
+          message={message}
           label="Beginning of the answer"
           text=""
           hint="The model goes on from here."

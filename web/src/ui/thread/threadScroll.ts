@@ -118,7 +118,7 @@ export class ThreadScroll {
     const below = box.scrollHeight - box.scrollTop - box.clientHeight;
     if (this.path.length === 0 || below < 2) this.pinned.value = true;
     else if (upwards) this.pinned.value = false;
-    else if (below < NEAR_END_PX) this.pinned.value = true;
+    else if (below < NEAR_END_PX && box.scrollTop !== this.ownTopPx) this.pinned.value = true;
     if (this.pinned.peek()) this.anchor = null;
     else this.saveAnchor();
     this.refresh();
@@ -140,7 +140,7 @@ export class ThreadScroll {
       return;
     this.pinned.value = false;
     box.scrollTop += this.offsetOf(form) - MARGIN_PX;
-    this.topPx = box.scrollTop;
+    this.topPx = this.ownTopPx = box.scrollTop;
     this.saveAnchor();
   }
 
