@@ -11,11 +11,11 @@ import { Down } from "../icons";
 import { lazy } from "../lazy";
 import { focusComposer, requestedMessage, restoredMessage } from "../navigation";
 import { Answer, LiveBeams } from "./Answer";
+import { Candidates } from "./Candidates";
 import { ThreadScroll } from "./threadScroll";
 import { UserMessage } from "./UserMessage";
 import { MAX_UNVIRTUALIZED_ROWS } from "./virtualRows";
 
-const Candidates = lazy(async () => (await import("./Candidates")).Candidates);
 const ComparedAnswers = lazy(async () => (await import("./CompareSettings")).ComparedAnswers);
 
 export function ThreadView() {
