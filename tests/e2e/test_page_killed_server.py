@@ -34,7 +34,7 @@ class MortalServer:
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.e2e.throttled_server", "serve", "--kv-memory", "64MiB"]
+        command = [sys.executable, "-m", "tests.e2e.throttled_server", "serve", "--kv-memory", "32MiB"]
         environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
         return start_server(command, self._folder, self._port, cwd=ROOT, environment=environment)
 

@@ -20,7 +20,7 @@ from chatcache.engine_process.loop import Progress
 from chatcache.types.events import EngineEvent
 from chatcache.types.request import GenerateRequest
 
-ENDLESS_TOKENS = 300  # requests for so many are endless; a long chat leaves more than that of the context
+ENDLESS_TOKENS = 1000  # `max_output_tokens` from which a request counts as endless; None: all the context has left
 STEP_S = 0.04
 
 
@@ -34,7 +34,7 @@ class ThrottledEngine:
     def add(self, request: GenerateRequest) -> None:
         self._engine.add(request)
         params = request.params
-        if params.ignore_eos and params.max_tokens is not None and params.max_tokens >= ENDLESS_TOKENS:
+        if params.ignore_eos and (params.max_tokens is None or params.max_tokens >= ENDLESS_TOKENS):
             self._endless.add(request.request_id)
 
     def step(self) -> Sequence[EngineEvent]:
