@@ -31,14 +31,14 @@ describe("DrawPacer", () => {
     expect(drawn).toEqual(["a", "d", "x"]);
   });
 
-  it("pauses for 80 ms at most, however slow the machine", () => {
+  it("pauses for 28 ms at most, however slow the machine", () => {
     let now = 0;
     vi.spyOn(performance, "now").mockImplementation(() => now);
     const pace = new DrawPacer();
     const drawn: string[] = [];
     pace.schedule(pace, () => (now += 50));
     pace.schedule(pace, () => drawn.push("next"));
-    vi.advanceTimersByTime(79);
+    vi.advanceTimersByTime(27);
     expect(drawn).toEqual([]);
     vi.advanceTimersByTime(1);
     expect(drawn).toEqual(["next"]);
