@@ -18,8 +18,10 @@ RUN = """axe.run(document, {resultTypes: ['violations']}).then(found => found.vi
   [id, impact, ...nodes.map(node => `${node.html.slice(0, 120)} ${node.any.map(check => check.message)}`)]))"""
 
 
-def test_axe_finds_nothing_in_any_view(open_page: Any, picture: Any) -> None:
-    chat = _page(open_page)
+@pytest.mark.parametrize("width", [1440, 1280])
+def test_axe_finds_nothing_in_any_view(width: int, open_page: Any, picture: Any) -> None:
+    """Nor does a view reach beyond the screen."""
+    chat = _page(open_page, viewport={"width": width, "height": 800})
     for question in (
         "What is a KV page?",
         "Make a table of animals and their sounds",
@@ -33,7 +35,9 @@ def test_axe_finds_nothing_in_any_view(open_page: Any, picture: Any) -> None:
             page.emulate_media(color_scheme=scheme)
             if violations := page.evaluate(RUN):
                 found[view.name, scheme] = violations
-            if view.name == "answer":
+            if beyond := page.evaluate("document.documentElement.scrollWidth - innerWidth"):
+                found[view.name, scheme] = f"{beyond} px beyond the screen"
+            if view.name == "answer" and width == 1280:
                 picture(page, scheme)
     assert found == {}
 
