@@ -26,7 +26,7 @@ def test_answer_is_edited_continued_and_begun(chat: RecordedPage) -> None:
     chat.page.wait_for_selector(".answer .version-position:text('2/2')")
     assert chat.answers() == ["The answer is six"]
     tokens = chat.page.locator("[aria-label='Show tokens']")
-    assert tokens.is_disabled(), "the tokens of a text that was written by hand are not stored"
+    assert tokens.is_disabled(), "the tokens of a text that a user wrote are not stored"
     assert tokens.get_attribute("title") == "The tokens of this answer are not stored: it was imported or edited."
     # without a change there is no other version
     choose(chat, "Actions for the answer", "Edit")

@@ -28,7 +28,7 @@ describe("custom prompts", () => {
     expect(JSON.parse(localStorage.getItem("chatcache.prompts")!)).toEqual([{ name: "Poet", text: "Be a poet." }]);
   });
 
-  it("are told apart from a built-in prompt with the same text by the choice", () => {
+  it("are preferred to a built-in prompt with the same text", () => {
     expect(findPrompt("Be brief.")?.name).toBe("Brief");
     savePrompt("Mine", "Be brief.");
     expect(findPrompt("Be brief.")?.name).toBe("Mine");

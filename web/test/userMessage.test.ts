@@ -2,6 +2,7 @@
 import { h, render } from "preact";
 import { afterEach, expect, it, vi } from "vitest";
 import { Chat } from "../src/chat/chat";
+import type { Message } from "../src/chat/tree";
 import { ChatContext } from "../src/ui/context";
 import { fakeNetwork } from "./fakes";
 
@@ -11,13 +12,19 @@ afterEach(() => {
   vi.useRealTimers();
 });
 
-it("Editor sets the caret before the first key press, and only once", async () => {
+/** Show a question on the page. */
+async function showQuestion(): Promise<Message> {
   fakeNetwork();
   vi.stubGlobal("matchMedia", () => ({ matches: false }));
   const { UserMessage } = await import("../src/ui/thread/UserMessage");
   const chat = new Chat("ws://test/v1/responses");
   const message = chat.thread.value.tree.value.add({ key: "u", parent: null, role: "user", text: "What is 2 + 3?" });
   render(h(ChatContext.Provider, { value: chat }, h(UserMessage, { message })), document.body);
+  return message;
+}
+
+it("Editor sets the caret before the first key press, and only once", async () => {
+  const message = await showQuestion();
   document.querySelector<HTMLButtonElement>(".tool-edit")!.click();
   await Promise.resolve();
   const area = document.querySelector("textarea")!;
@@ -29,12 +36,7 @@ it("Editor sets the caret before the first key press, and only once", async () =
 });
 
 it("Editor keeps a changed text that was left with Escape, not one that was cancelled", async () => {
-  fakeNetwork();
-  vi.stubGlobal("matchMedia", () => ({ matches: false }));
-  const { UserMessage } = await import("../src/ui/thread/UserMessage");
-  const chat = new Chat("ws://test/v1/responses");
-  const message = chat.thread.value.tree.value.add({ key: "u", parent: null, role: "user", text: "What is 2 + 3?" });
-  render(h(ChatContext.Provider, { value: chat }, h(UserMessage, { message })), document.body);
+  await showQuestion();
   const open = async () => {
     document.querySelector<HTMLButtonElement>(".tool-edit")!.click();
     await vi.advanceTimersByTimeAsync(50);

@@ -278,7 +278,7 @@ def compact_fields(weights: ExpertWeights) -> dict[str, int]:
 
 def panel_kernel() -> Launch:
     """Return the launcher of the fastest kernel for panels in bf16. Its argument record is an EXPERTS_JOB."""
-    return _tile_kernel(has_avx512_bf16()) if has_amx() else _pair_kernel(has_avx512_bf16())
+    return _panel_kernel(has_amx(), has_avx512_bf16())
 
 
 def multiply(x: Tensor, tokens: Tensor | None, weights: ExpertWeights, tiles: Tensor) -> Tensor:
@@ -381,32 +381,10 @@ def multiply_panel(tiled: bool, native: bool, job: Any, panel: int, scratch: int
 
 
 @cache
-def _pair_kernel(native: bool) -> Launch:
-    """Return the launcher of the bf16 kernel that does not need AMX. Its argument record is an EXPERTS_JOB.
+def _panel_kernel(tiled: bool, native: bool) -> Launch:
+    """Return the launcher of the bf16 kernel. Its argument record is an EXPERTS_JOB.
 
-    `native`: as in `matmul`.
-    """
-
-    def kernel(address: Any) -> None:
-        job = carray(address, 1, EXPERTS_JOB)[0]
-        tiles, num_panels = pointer(INT64, job.tiles), job.num_outputs // PANEL
-        item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
-        scratch = job.scratch + thread * job.scratch_bytes_per_thread
-        mine = carray(void_pointer(scratch), 1, TILE_JOB)[0]
-        while item < tiles[0] * num_panels:
-            tile, panel = divmod(item, num_panels)
-            _enter_tile(job, mine, tile, 2, 2)
-            matmul.multiply_pairs(native, mine, 0, mine.num_tokens, panel, scratch + JOB_BYTES)
-            item = fetch_add(address, 0, 1)
-
-    return compile_kernel(kernel)
-
-
-@cache
-def _tile_kernel(native: bool) -> Launch:
-    """Return the launcher of the bf16 kernel that uses AMX. Its argument record is an EXPERTS_JOB.
-
-    `native`: as in `matmul`.
+    `tiled`: use AMX; `native`: as in `matmul`.
     """
 
     def kernel(address: Any) -> None:
@@ -419,7 +397,7 @@ def _tile_kernel(native: bool) -> Launch:
         while item < tiles[0] * num_panels:
             tile, panel = divmod(item, num_panels)
             _enter_tile(job, mine, tile, 2, 2)
-            configured = multiply_panel(True, native, mine, panel, scratch + JOB_BYTES, job.configs, configured)
+            configured = multiply_panel(tiled, native, mine, panel, scratch + JOB_BYTES, job.configs, configured)
             item = fetch_add(address, 0, 1)
         if configured > 0:
             tile_release()

@@ -29,7 +29,7 @@ export class TokenForks {
 
   constructor(private readonly chat: ForkTarget) {}
 
-  /** Whether the tokens of the answer can be shown now: they are stored, unless it was imported or written by hand. */
+  /** Whether the tokens of the answer can be shown now: they are stored, unless it was imported or edited. */
   canOpen(message: Message): boolean {
     return message.tokens.value !== 0 && this.canContinue(message);
   }
