@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -301,11 +302,12 @@ def test_a_walk_is_not_charged_with_memory_of_other_threads(
     monkeypatch.setattr(constraint, "MAX_GROWTH_BYTES", 96 << 20)
     monkeypatch.setattr(constraint, "START_CPU_S", 60.0)
     guide = Constraint(compiled(StructuredOutputs(regex="a+"), own), RULES).fork(None)
-    arrays: list[np.ndarray[Any, Any]] = []
+    blocks: list[mmap.mmap] = []
     step = GrammarState._step
 
     def grow() -> None:
-        arrays.append(np.ones(128 << 20, np.uint8))
+        blocks.append(mmap.mmap(-1, 128 << 20))  # not from the heap, which may reuse freed memory
+        np.frombuffer(blocks[-1], np.uint8).fill(1)
 
     def growing_step(self: GrammarState, tokens: list[int]) -> None:
         if in_other_thread:
