@@ -281,7 +281,8 @@ SchedulingPolicy = Annotated[
     Literal["fcfs", "priority", "fair"],
     _flag(
         "scheduling-policy",
-        "Order of queued requests: fair (least served tenant first), fcfs, or priority (given in the request).",
+        "Order of queued requests: fair (least served tenant first, and shares of each step), fcfs, or priority (given "
+        "in the request).",
     ),
 ]
 PreemptionMode = Annotated[

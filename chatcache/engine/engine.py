@@ -665,7 +665,7 @@ class Engine:
             num_steps_ahead=self._pipeline.num_ahead,
         )
         return with_page_usage(
-            with_request_counts(model_info, self._scheduler, self._pipeline.decode_speed, self._totals),
+            with_request_counts(model_info, self._scheduler, self._totals),
             self._kv,
             self._page_usage.read(),
         )

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from math import inf, isnan
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +28,6 @@ from chatcache.decoding.beam_search import BeamGroup, BeamStrategy, rank_togethe
 from chatcache.engine.protocols import ModelRunner, StepHandle
 from chatcache.errors import DeviceLostError, EngineError
 from chatcache.scheduler.batch import Step
-from chatcache.scheduler.preemption import NUM_REMEMBERED_STEPS
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.actions import RANKED, Advance, Candidates
@@ -345,47 +343,11 @@ class _LaunchedStep:
     is_interrupted: bool = False
 
 
-class DecodeSpeed:
-    """Seconds of a decode step, measured over recent steps in which every row computed one token.
-
-    Steps with a similar number of rows (up to twice as many) are kept together, so that the slope survives a long time
-    with the same number of branches.
-    """
-
-    def __init__(self) -> None:
-        self._steps: dict[int, deque[tuple[float, int]]] = {}  # (seconds, rows) by the bit length of the rows
-        self._latest = 0
-
-    def record(self, num_tokens: int, num_rows: int, seconds: float) -> None:
-        """Record an executed step that computed `num_tokens` tokens in `num_rows` rows."""
-        if num_tokens == num_rows > 0:
-            self._latest = num_rows.bit_length()
-            steps = self._steps.get(self._latest)
-            if steps is None:
-                steps = self._steps[self._latest] = deque(maxlen=NUM_REMEMBERED_STEPS // 4)
-            steps.append((seconds, num_rows))
-
-    def seconds_per_step(self) -> float | None:
-        """Return the median of steps with about as many rows as the latest; None before the first."""
-        return median(seconds for seconds, _ in self._steps[self._latest]) if self._steps else None
-
-    def seconds_per_branch(self) -> float | None:
-        """Return by how much one more row lengthens a step; None while all steps had about as many rows."""
-        if len(self._steps) < 2:
-            return None
-        (few_s, few), (many_s, many) = (
-            (median(seconds for seconds, _ in steps), median(rows for _, rows in steps))
-            for steps in (self._steps[min(self._steps)], self._steps[max(self._steps)])
-        )
-        return max(0.0, (many_s - few_s) / (many - few))
-
-
 class StepPipeline:
     """The steps that were launched and not collected, oldest first."""
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self.num_ahead = 0  # steps that were launched before the previous step was collected
-        self.decode_speed = DecodeSpeed()
         self._runner = runner
         self._can_launch_ahead = runner.capacity().has_async_launch
         self._scheduler = scheduler
@@ -455,7 +417,8 @@ class StepPipeline:
         rows = oldest.plan.rows
         started_s, self._collected_s = max(oldest.started_s, self._collected_s), self._clock()
         num_tokens, num_rows = len(rows.tokens), len(rows.slot)
-        speed = self.decode_speed if num_tokens == num_rows else self._scheduler.swaps.cost.prefill
+        cost = self._scheduler.swaps.cost
+        speed = cost.decode if num_tokens == num_rows else cost.prefill
         speed.record(num_tokens, num_rows, self._collected_s - started_s)
         if oldest.is_ahead and not oldest.is_committed:  # requests may have ended while it was on the device
             oldest.step = self._scheduler.drop_finished_rows(oldest.step)

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from chatcache.config import EngineConfig
 from chatcache.engine.admission import check_prompt
 from chatcache.engine.invariants import check_page_tokens
-from chatcache.engine.pipeline import DecodeSpeed
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import CacheScope
 from chatcache.kv_cache.states import ZERO_STATE
@@ -136,16 +135,15 @@ def static_health(
     )
 
 
-def with_request_counts(
-    health: EngineHealth, scheduler: Scheduler, decode_speed: DecodeSpeed, totals: Totals
-) -> EngineHealth:
+def with_request_counts(health: EngineHealth, scheduler: Scheduler, totals: Totals) -> EngineHealth:
     """Add the numbers of running and waiting requests, the measured speed, and the counters since the start."""
-    seconds_per_prompt_token = scheduler.swaps.cost.prefill.seconds_per_token() or 0.0
+    speed = scheduler.swaps.cost
+    seconds_per_prompt_token = speed.prefill.seconds_per_token() or 0.0
     return replace(
         health,
         seconds_per_prompt_token=seconds_per_prompt_token,
-        seconds_per_step=decode_speed.seconds_per_step() or 0.0,
-        seconds_per_branch=decode_speed.seconds_per_branch() or 0.0,
+        seconds_per_step=speed.decode.seconds_per_step() or 0.0,
+        seconds_per_branch=speed.decode.seconds_per_branch() or 0.0,
         owed_s=seconds_per_prompt_token * (scheduler.num_owed_tokens + health.num_waiting_tokens),
         num_running=len(scheduler.running),
         num_waiting=health.num_waiting + len(scheduler.waiting),

@@ -13,6 +13,6 @@ batch, so that planning their step takes a few array operations. All other branc
 each). Between two steps the processor's caches are cold, numpy's code included, and the first call of a numpy function
 costs more than the array it works on; so `decode_batch` and `batch` use few different numpy functions.
 
-Reading order: `request`, `branches`, `queue`, `fairness`, `preemption`, `decode_batch`, `batch`, `token_budget`,
-`scheduler`.
+Reading order: `request`, `branches`, `queue`, `speed`, `fairness`, `preemption`, `decode_batch`, `batch`,
+`token_budget`, `scheduler`.
 """

@@ -33,7 +33,7 @@ its token is sampled again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -51,6 +51,7 @@ from chatcache.types.plan import I32, PENDING_TOKEN, Draws, LogitEdit, LogitMask
 
 AWAITING_TOKEN = PENDING_TOKEN  # drawn, and not extended since
 NO_ROW = -1
+RESTING = -2  # no row either, as the branch waits for its turn
 ORDINAL_BITS = 20
 _NO_UPDATES = np.zeros((0, 3), np.int32)
 
@@ -78,12 +79,24 @@ class DecodeRows:
     """The decode batch's part of one step: for each branch one row of one token, and one draw.
 
     In service order, and parallel to `branches`; `draws.row` counts from 0. `changes`: the draws with edits or masks.
+    `is_shared`: the branches belong to several namespaces.
     """
 
     branches: list[Branch]
     rows: Rows
     draws: Draws
     changes: Sequence[tuple[int, DrawSpec]] = ()
+    is_shared: bool = False
+
+    def select(self, which: I32) -> DecodeRows:
+        """Return these rows, with arrays of their own."""
+        row_after = {row: index for index, row in enumerate(which.tolist())}
+        return DecodeRows(
+            [self.branches[row] for row in row_after],
+            self.rows.select(which),
+            replace(self.draws.select(which), row=np.arange(len(which), dtype=np.int32)),
+            [(row_after[draw], spec) for draw, spec in self.changes if draw in row_after],
+        )
 
 
 class DecodeBatch:
@@ -92,15 +105,19 @@ class DecodeBatch:
     An array has one entry per branch, or one per runner row where a comment says so; those of `_ENTRY` are columns of
     `_entries`. `unbatched_requests`: running requests with a branch outside the batch, which the scheduler serves one
     by one. `has_unreserved`: some branches have committed all cells of their own; call `reserve`. `copied_requests`:
-    those for which it returned page copies in this plan, which are not made yet.
+    those for which it returned page copies in this plan, which are not made yet. `choose_branches`: given all branches,
+    returns the indices of those that decode in the next step, None for all; the others rest, with all they hold.
     """
 
-    def __init__(self, kv: KVCache, num_slots: int) -> None:
+    def __init__(
+        self, kv: KVCache, num_slots: int, choose_branches: Callable[[list[Branch]], list[int] | None] | None = None
+    ) -> None:
         self.unbatched_requests: set[LiveRequest] = set()
         self.copied_requests: set[LiveRequest] = set()
         self.num_branches = 0
         self.has_unreserved = False
         self._kv = kv
+        self._choose_branches = choose_branches
         self._num_entries = 0
         capacity = 2 * num_slots  # with holes, so that the entries are not compacted for each fork of a step
         self._branches = np.full(capacity, None, object)
@@ -251,7 +268,7 @@ class DecodeBatch:
         table, num_computed = self._tables[entry], self._num_computed_view[entry]
         if num_computed > table.num_tokens:
             self._kv.commit(table, branch.span(table.num_tokens, num_computed))
-        table.num_state_tokens = num_computed + (self._is_in_flight and self._row[entry] != NO_ROW)
+        table.num_state_tokens = num_computed + (self._is_in_flight and self._row[entry] >= 0)
 
     def _commit_ahead(self, branch: Branch, entry: int) -> None:
         """Commit the token of a row on the device to a table that ends, so that its state can be named."""
@@ -373,34 +390,51 @@ class DecodeBatch:
         return updates
 
     def plan_rows(self, faults: list[tuple[LiveRequest, Exception]]) -> DecodeRows:
-        """Plan one row and one draw for every branch in the batch.
+        """Plan one row and one draw for every branch in the batch that does not rest.
 
         Appends to `faults` the requests whose strategy raised when asked for edits and masks.
         """
         if not self._is_compact:
             self._compact()
-        count, cached = self._num_entries, self._cached_rows
-        if cached is None:
-            slots, ones, numbers = self._slot[:count].copy(), np.ones(count, np.int32), np.arange(count, dtype=np.int32)
-            draws = Draws.of([numbers, *(array[:count].copy() for array in self._draws.arrays()[1:])])
-            changes = [each for each in enumerate(self._changes[:count].tolist()) if each[1] is not None]
-            cached = DecodeRows(self._branches[:count].tolist(), Rows(slots, ones, ones, ones), draws, changes)
-            self._cached_rows = cached
-            self._row[:count] = numbers
-        start, rows = self._num_computed[:count].copy(), cached.rows
-        edits, masks = _edits_and_masks(cached, faults) if cached.changes else ((), ())
-        draws = replace(cached.draws, position=start + 1, edits=edits, masks=masks)
-        states = rows.state if self._kv.states is None else self._state[:count].copy()
-        rows = Rows(rows.slot, start, rows.num_tokens, self._next_token[:count].copy(), states)
+        planned = self._cached_rows
+        if planned is None:
+            planned = self._cached_rows = self._plan_all_rows()
+        at: slice | I32 = slice(self._num_entries)
+        if planned.is_shared and self._choose_branches is not None:
+            chosen = self._choose_branches(planned.branches)
+            if chosen is not None:
+                self._row[at] = RESTING
+                at = np.array(chosen, np.int32)
+                planned = planned.select(at)
+            self._row[at] = planned.draws.row
+        start, rows = self._num_computed[at].copy(), planned.rows
+        edits, masks = _edits_and_masks(planned, faults) if planned.changes else ((), ())
+        draws = replace(planned.draws, position=start + 1, edits=edits, masks=masks)
+        states = rows.state if self._kv.states is None else self._state[at].copy()
+        rows = Rows(rows.slot, start, rows.num_tokens, self._next_token[at].copy(), states)
         self._is_in_flight = True
-        return DecodeRows(cached.branches, rows, draws, cached.changes)
+        return DecodeRows(planned.branches, rows, draws, planned.changes)
+
+    def _plan_all_rows(self) -> DecodeRows:
+        """Plan a row and a draw for every branch, apart from what changes with each step."""
+        count = self._num_entries
+        branches: list[Branch] = self._branches[:count].tolist()
+        slots, ones, numbers = self._slot[:count].copy(), np.ones(count, np.int32), np.arange(count, dtype=np.int32)
+        draws = Draws.of([numbers, *(array[:count].copy() for array in self._draws.arrays()[1:])])
+        changes = [each for each in enumerate(self._changes[:count].tolist()) if each[1] is not None]
+        self._row[:count] = numbers
+        is_shared = self._choose_branches is not None and len({branch.request.namespace for branch in branches}) > 1
+        return DecodeRows(branches, Rows(slots, ones, ones, ones), draws, changes, is_shared)
 
     def active_rows(self, planned: list[Branch]) -> I32 | None:
         """Return the indices of the rows of the last step, `planned`, that are still valid; None for all. A query.
 
         A row is valid as long as its branch stays in the batch.
         """
-        return None if self._is_unchanged_since(planned) else self._row[self._planned_entries()]
+        if self._is_unchanged_since(planned):
+            return None
+        entries = self._planned_entries()
+        return None if len(entries) == len(planned) else self._row[entries]
 
     def advance(self, planned: list[Branch]) -> None:
         """Record that the active rows of the last step, `planned`, were computed: their tokens are known."""
@@ -411,7 +445,8 @@ class DecodeBatch:
 
     def save_states(self, states: StatePool) -> list[Branch]:
         """Take the snapshots that are due after the planned step; return their branches."""
-        due = ((self._num_computed[: self._num_entries] + 1) % states.interval == 0).nonzero()[0].tolist()
+        entries = self._planned_entries()
+        due = entries[(self._num_computed[entries] + 1) % states.interval == 0].tolist()
         for entry in due:
             states.save(self._tables[entry], int(self._num_computed[entry]) + 1)
         return [self._branches[entry] for entry in due]
@@ -445,10 +480,11 @@ class DecodeBatch:
 
         The next step, planned ahead, computes the sampled token in their row; they compute their own token later.
         """
-        drawn_at = np.full(len(self._slot), AWAITING_TOKEN, np.int32)
+        drawn_at = np.full(len(self._slot), RESTING, np.int32)
         drawn_at[slots] = drawn
         entries = self._planned_entries()
-        others = entries[self._next_token[entries] != drawn_at[self._slot[entries]]]
+        sampled = drawn_at[self._slot[entries]]
+        others = entries[(sampled != RESTING) & (sampled != self._next_token[entries])]
         for branch in self._branches[others].tolist():
             self.remove(branch)
 
@@ -458,7 +494,7 @@ class DecodeBatch:
 
     def _planned_entries(self) -> NDArray[np.intp]:
         """Return the entries of the branches with a row in the last planned step."""
-        return np.flatnonzero(self._is_used & (self._row != NO_ROW))
+        return np.flatnonzero(self._is_used & (self._row >= 0))
 
     def _batched_branches(self) -> list[Branch]:
         members: list[Branch] = self._branches[self._is_used].tolist()

@@ -1,25 +1,36 @@
-"""Fair scheduling between namespaces with virtual token counters (VTC).
+"""Fair scheduling between namespaces: which requests start (VTC), and which branches decode in a step (DecodeShares).
 
-Each namespace has a counter of the service it received, and the waiting namespace with the smallest counter goes next.
-A counter grows by INPUT_WEIGHT for every prompt token that a started request has to compute (cached tokens are free)
-and by OUTPUT_WEIGHT for every sampled token. When a namespace without waiting requests queues one again, its counter is
-raised to the smallest counter of the waiting namespaces, so that idling accumulates no credit. The policy is
-work-conserving: no request is held back while resources are free.
+Virtual token counters: each namespace has a counter of the service it received, and the waiting namespace with the
+smallest counter goes next. A counter grows by INPUT_WEIGHT for every prompt token that a started request has to compute
+(cached tokens are free) and by OUTPUT_WEIGHT for every sampled token. When a namespace without waiting requests queues
+one again, its counter is raised to the smallest counter of the waiting namespaces: idling accumulates no credit. The
+policy is work-conserving: no request is held back while resources are free.
 
 Bound: over any period in which two namespaces always have requests waiting, their weighted served tokens differ by at
 most 2 * max(INPUT_WEIGHT * longest prompt, OUTPUT_WEIGHT * M), where M is the number of tokens that the requests of one
 namespace running at once can hold.
 
 Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.
+
+Decode shares: every branch lengthens a step, so a namespace with hundreds of branches would delay the tokens of all
+others. While N namespaces decode, a step takes at most about N times as long as with the branches of the smallest one
+alone, by the measured speed: each gets its tokens at least as fast as on 1/N of the machine. The number of branches
+that this allows is shared with max-min fairness, and the branches of a namespace that has more take turns (deficit
+round robin: Shreedhar, Varghese, "Efficient Fair Queuing using Deficit Round Robin", SIGCOMM 1995). Where one more
+branch costs next to nothing, as on most GPUs, and among namespaces of similar size, all branches decode in every step.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import groupby
 
 from chatcache.scheduler.batch import Step
 from chatcache.scheduler.request import Branch, LiveRequest
+from chatcache.scheduler.speed import DecodeSpeed
+from chatcache.scheduler.token_budget import split_equally
 
 FCFS = "fcfs"
 PRIORITY = "priority"
@@ -29,6 +40,9 @@ SCHEDULING_POLICIES = (FCFS, PRIORITY, FAIR)
 INPUT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
 MAX_REMEMBERED = 4096
+
+MIN_DECODE_BRANCHES = 8
+"""For each namespace, so many branches decode in a step whatever the measured speed: a step has costs besides."""
 
 
 class VirtualTokenCounter:
@@ -92,3 +106,68 @@ class VirtualTokenCounter:
             self._num_decode_branches = Counter(branch.request.namespace for branch in self._decode_branches)
         for namespace, count in self._num_decode_branches.items():  # `charge_output`, without a call in every step
             self._counters[namespace] = self[namespace] + OUTPUT_WEIGHT * count
+
+
+class DecodeShares:
+    """Chooses the branches that decode in each step."""
+
+    def __init__(self, speed: DecodeSpeed, min_branches: int = MIN_DECODE_BRANCHES) -> None:
+        self._speed = speed
+        self._min_branches = min_branches
+        self._branches: list[Branch] = []
+        self._indices: dict[str, list[int]] = {}  # into `_branches`, of each namespace
+        self._turns: dict[
+            str, tuple[tuple[int, int], int]
+        ] = {}  # (last branch that decoded, branches ahead of its share)
+
+    def choose(self, branches: list[Branch]) -> list[int] | None:
+        """Return which of the branches, given in service order, decode in the next step; None for all of them.
+
+        All branches of a lockstep request decode in the same steps.
+        """
+        if branches is not self._branches:  # usually the same list as before the previous step
+            self._branches, self._indices = branches, {}
+            for index, branch in enumerate(branches):
+                self._indices.setdefault(branch.request.namespace, []).append(index)
+        counts = list(map(len, self._indices.values()))
+        max_branches = self._max_branches(counts)
+        if sum(counts) <= max_branches:
+            self._turns.clear()
+            return None
+        chosen: list[int] = []
+        shares = split_equally(counts, max_branches)
+        for (namespace, indices), share in zip(self._indices.items(), shares, strict=True):
+            chosen += indices if share == len(indices) else self._take_turns(namespace, indices, share)
+        return sorted(chosen)
+
+    def _max_branches(self, counts: Sequence[int]) -> int:
+        """Return how many branches may decode in a step, of namespaces with so many branches each."""
+        line = self._speed.line()
+        if len(counts) < 2 or line is None or not line[1]:
+            return sum(counts)
+        fixed_s, branch_s = line
+        num_free = (len(counts) - 1) * fixed_s / branch_s
+        return int(num_free) + len(counts) * max(min(counts), self._min_branches)
+
+    def _take_turns(self, namespace: str, indices: Sequence[int], share: int) -> list[int]:
+        """Choose about `share` of the branches, beginning after those of the last step.
+
+        Besides those that belong to branches outside the decode batch, which decode in every step.
+        """
+        last, num_ahead = self._turns.get(namespace, ((-1, -1), 0))
+        groups = [list(group) for _, group in groupby(indices, key=self._turn)]
+        first = bisect_right(groups, last, key=lambda group: self._turn(group[0]))
+        chosen: list[int] = []
+        for group in (*groups[first:], *groups[:first]):
+            request = self._branches[group[0]].request
+            if num_ahead < share or (request.lockstep and request.num_unbatched):
+                chosen += group
+                num_ahead += len(group)
+                last = self._turn(group[0])
+        self._turns[namespace] = last, max(num_ahead - share, 0)
+        return chosen
+
+    def _turn(self, index: int) -> tuple[int, int]:
+        """Return the place of a branch in the order of turns, which all branches of a lockstep request share."""
+        branch = self._branches[index]
+        return branch.request.service_order, 0 if branch.request.lockstep else branch.ordinal

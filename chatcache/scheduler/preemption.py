@@ -8,43 +8,15 @@ The two costs are estimated from measurements on this machine:
 
 from __future__ import annotations
 
-from collections import deque
-
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_hash import TOKEN_BYTES
 from chatcache.scheduler.request import LiveRequest
+from chatcache.scheduler.speed import DecodeSpeed, PrefillSpeed
 
 SWAP = "swap"
 RECOMPUTE = "recompute"
 AUTO = "auto"
 PREEMPTION_MODES = (AUTO, SWAP, RECOMPUTE)
-
-NUM_REMEMBERED_STEPS = 64
-
-
-class PrefillSpeed:
-    """Seconds per prompt token, measured over the recent steps that mostly computed prompts.
-
-    Decode steps are left out: they read all weights for a few tokens, so their time per token says nothing about
-    prompts. The median, weighted by tokens, ignores single steps that compiled a kernel or were delayed.
-    """
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[float, int]] = deque(maxlen=NUM_REMEMBERED_STEPS)  # (seconds per token, tokens)
-
-    def record(self, num_tokens: int, num_rows: int, seconds: float) -> None:
-        """Record an executed step that computed `num_tokens` tokens in `num_rows` rows."""
-        if num_tokens >= 2 * num_rows:
-            self._steps.append((seconds / num_tokens, num_tokens))
-
-    def seconds_per_token(self) -> float | None:
-        """Return the weighted median, or None before any prompt was computed."""
-        half = sum(num_tokens for _, num_tokens in self._steps) / 2
-        for seconds, num_tokens in sorted(self._steps):
-            half -= num_tokens
-            if half <= 0:
-                return seconds
-        return None
 
 
 class CostModel:
@@ -56,6 +28,7 @@ class CostModel:
         self._preemption = preemption
         self._swap_page_s = swap_page_s
         self.prefill = PrefillSpeed()
+        self.decode = DecodeSpeed()
 
     def prefers_swap(self, num_tokens: int, num_pages_out: int, num_pages_in: int) -> bool:
         """Return whether swapping costs less than computing `num_tokens` again.

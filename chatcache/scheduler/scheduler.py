@@ -48,7 +48,7 @@ from chatcache.kv_cache.stats import PageUsage, page_usage
 from chatcache.scheduler.batch import BatchBuilder, Step
 from chatcache.scheduler.branches import BranchManager, RowAllocator
 from chatcache.scheduler.decode_batch import DecodeBatch
-from chatcache.scheduler.fairness import VirtualTokenCounter
+from chatcache.scheduler.fairness import DecodeShares, VirtualTokenCounter
 from chatcache.scheduler.preemption import CostModel, SwapTracker
 from chatcache.scheduler.queue import Start, WaitingQueue, preemption_key
 from chatcache.scheduler.request import LiveRequest
@@ -115,7 +115,8 @@ class Scheduler:
         self.swaps = SwapTracker(kv, cost or CostModel())
         self._counters = counters
         self._rows = RowAllocator(num_slots)
-        self._decode_batch = DecodeBatch(kv, num_slots)
+        choose_branches = None if counters is None else DecodeShares(self.swaps.cost.decode).choose
+        self._decode_batch = DecodeBatch(kv, num_slots, choose_branches)
         self.waiting = WaitingQueue(kv, self._decode_batch, counters)
         self._branches = BranchManager(kv, self._rows, self._decode_batch)
         self._started: set[LiveRequest] = set()  # requests started in this plan

@@ -48,13 +48,13 @@ def share_tokens(num_wanted: Sequence[int], num_tokens: int, groups: Sequence[st
         members.setdefault(group, []).append(index)
     group_wants = [sum(wanted[index] for index in indexes) for indexes in members.values()]
     shares = [first] + [0] * (len(wanted) - 1)
-    for indexes, group_share in zip(members.values(), _split_equally(group_wants, num_tokens - first), strict=True):
-        for index, share in zip(indexes, _split_equally([wanted[i] for i in indexes], group_share), strict=True):
+    for indexes, group_share in zip(members.values(), split_equally(group_wants, num_tokens - first), strict=True):
+        for index, share in zip(indexes, split_equally([wanted[i] for i in indexes], group_share), strict=True):
             shares[index] += share
     return shares
 
 
-def _split_equally(wanted: Sequence[int], total: int) -> list[int]:
+def split_equally(wanted: Sequence[int], total: int) -> list[int]:
     """Split `total` into equal shares, of which none is larger than wanted (max-min fairness)."""
     shares = [0] * len(wanted)
     for count, index in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):

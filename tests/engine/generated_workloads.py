@@ -170,4 +170,5 @@ def workloads(
         num_host_states=draw(st.sampled_from([0, 1, 4, 40])) if hybrid and num_host_pages else 0,
         interval=draw(st.sampled_from([2, 8, 1024])) if hybrid else 1024,
         swap_crashes=draw(st.sampled_from([frozenset[int]()] * 3 + [frozenset({1}), frozenset({2, 3})])),
+        rests=draw(st.sampled_from([False, False, True])),
     )

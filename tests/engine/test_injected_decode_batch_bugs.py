@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chatcache.errors import EngineError
 from chatcache.kv_cache.manager import KVCache
 from chatcache.kv_cache.page_table import PageTable
 from chatcache.kv_cache.pool import InvariantError
 from chatcache.scheduler.decode_batch import DecodeBatch, DecodeRows
+from chatcache.scheduler.fairness import DecodeShares
 from chatcache.scheduler.request import Branch, LiveRequest
 from chatcache.types.plan import I32
 from tests.engine.generated_workloads import until_it_fails, workloads
@@ -269,6 +271,59 @@ BUGS: list[Callable[[Patch], None]] = [
     reordered_branch_keeps_the_contents_of_its_page,
     reordered_branch_keeps_its_full_pages,
 ]
+
+
+def resting_branches_taken_for_computed(patch: Patch) -> None:
+    patch.setattr(DecodeBatch, "_planned_entries", lambda self: np.flatnonzero(self._is_used))
+
+
+def rows_counted_as_if_none_rested(patch: Patch) -> None:
+    original = DecodeRows.select
+
+    def select(self: DecodeRows, which: I32) -> DecodeRows:
+        rows = original(self, which)
+        return replace(rows, draws=replace(rows.draws, row=which))
+
+    patch.setattr(DecodeRows, "select", select)
+
+
+def edits_of_all_rows(patch: Patch) -> None:
+    original = DecodeRows.select
+
+    def select(self: DecodeRows, which: I32) -> DecodeRows:
+        return replace(original(self, which), changes=[change for change in self.changes if change[0] < len(which)])
+
+    patch.setattr(DecodeRows, "select", select)
+
+
+def beams_rest_one_by_one(patch: Patch) -> None:
+    def turn(self: DecodeShares, index: int) -> tuple[int, int]:
+        branch = self._branches[index]
+        return branch.request.service_order, branch.ordinal
+
+    patch.setattr(DecodeShares, "_turn", turn)
+
+
+RESTING_BUGS: list[Callable[[Patch], None]] = [
+    resting_branches_taken_for_computed,
+    rows_counted_as_if_none_rested,
+    edits_of_all_rows,
+    beams_rest_one_by_one,
+]
+
+
+@pytest.mark.parametrize("bug", RESTING_BUGS, ids=lambda bug: bug.__name__)
+def test_random_workloads_detect_an_injected_bug_of_resting_branches(
+    bug: Callable[[Patch], None], monkeypatch: Patch
+) -> None:
+    @until_it_fails(max_examples=300)
+    @given(st.one_of(workloads(), workloads(tight=True)))
+    def property_holds(workload: Workload) -> None:
+        assert_equals_alone(replace(workload, rests=True, policy="fair", crashes=frozenset(), swap_crashes=frozenset()))
+
+    bug(monkeypatch)
+    with pytest.raises((AssertionError, InvariantError, KeyError, AttributeError, IndexError, EngineError)):
+        property_holds()
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from chatcache.engine.engine import Engine
-from chatcache.engine.pipeline import DecodeSpeed, build_candidates
+from chatcache.engine.pipeline import build_candidates
 from chatcache.engine.protocols import StepHandle
 from chatcache.scheduler.scheduler import Scheduler
 from chatcache.types.actions import DrawSpec, pack_draws
@@ -535,24 +535,3 @@ def test_build_candidates_keeps_raw_logprobs_of_draws_without_noise() -> None:
     first, second = build_candidates(draws, result)
     assert (first.tokens, first.logprobs, first.raw_logprobs) == ((3, 5), (-1.0, -2.0), (-1.5, -2.5))
     assert (second.tokens, second.logprobs, second.raw_logprobs) == ((7, 2), (-0.5, -4.0), ())
-
-
-def test_decode_speed_is_a_step_and_the_slope_over_branches() -> None:
-    speed = DecodeSpeed()
-    assert speed.seconds_per_step() is None and speed.seconds_per_branch() is None
-    for _ in range(20):
-        speed.record(2, 2, 0.012)
-    assert speed.seconds_per_step() == pytest.approx(0.012) and speed.seconds_per_branch() is None
-    for _ in range(1000):
-        speed.record(32, 32, 0.042)
-    speed.record(32, 32, 9.0)  # a step that was delayed
-    speed.record(2048, 32, 5.0)  # with a prompt
-    assert speed.seconds_per_step() == pytest.approx(0.042)
-    assert speed.seconds_per_branch() == pytest.approx(0.001)
-
-
-def test_decode_speed_of_steps_that_do_not_lengthen_has_no_negative_slope() -> None:
-    speed = DecodeSpeed()
-    speed.record(1, 1, 0.02)
-    speed.record(8, 8, 0.01)
-    assert speed.seconds_per_branch() == 0.0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.engine.generated_workloads import workloads
 from tests.engine.workloads import Workload, assert_equals_alone
@@ -36,6 +39,12 @@ def test_random_workloads_of_a_hybrid_model_equal_each_request_alone(workload: W
 @given(workloads(tight=True, hybrid=True))
 def test_random_workloads_of_a_hybrid_model_on_a_tight_pool_equal_each_request_alone(workload: Workload) -> None:
     assert_equals_alone(workload)
+
+
+@TIGHT
+@given(st.one_of(workloads(), workloads(tight=True), workloads(tight=True, hybrid=True)))
+def test_random_workloads_whose_branches_rest_equal_each_request_alone(workload: Workload) -> None:
+    assert_equals_alone(replace(workload, rests=True, policy="fair"))
 
 
 @pytest.mark.long

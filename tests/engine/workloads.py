@@ -12,6 +12,8 @@ from chatcache.engine.engine import Engine
 from chatcache.errors import ContextLengthError, UnsupportedParameterError
 from chatcache.kv_cache.page_hash import namespace_hash
 from chatcache.kv_cache.pool import PagePool
+from chatcache.scheduler.fairness import DecodeShares
+from chatcache.scheduler.speed import DecodeSpeed
 from chatcache.types.events import FINISH_CANCELLED, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest
@@ -60,6 +62,7 @@ class Workload:
     """Requests and the engine that runs them. Its runner crashes in some steps, see `Crashing`.
 
     `num_states`: 0 for a model without recurrent layers; `interval`: the tokens between two snapshots.
+    `rests`: branches rest in many steps, as one more branch makes a step longer (with the policy "fair").
     `ahead`: "" for a runner that waits for each step; "eager" or "lazy" for asynchronous launch, see `FakeDevice`.
     """
 
@@ -78,6 +81,7 @@ class Workload:
     num_states: int = 0
     num_host_states: int = 0
     interval: int = 1024
+    rests: bool = False
 
     def engine(self) -> tuple[Engine, FakeRunner]:
         capacity = fake_capacity(
@@ -99,6 +103,11 @@ class Workload:
         engine = Engine(runner, MODEL_INFO, config, make_strategy=strategy_for)
         if (states := engine.scheduler.kv.states) is not None:
             states.interval = self.interval
+        if self.rests:
+            speed = DecodeSpeed()
+            speed.record(1, 1, 1.0)
+            speed.record(4, 4, 4.0)
+            engine.scheduler._decode_batch._choose_branches = DecodeShares(speed, min_branches=1).choose
         return engine, runner
 
 
@@ -141,6 +150,7 @@ def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dic
     todo = sorted(workload.arrivals, key=lambda arrival: arrival.step)
     aborts = sorted((a.cancelled_at, a.request.request_id) for a in todo if a.cancelled_at is not None)
     drops = sorted((at, a.request.request_id, index) for a in todo for at, index in a.drops)
+    max_steps *= 5 if workload.rests else 1
     step = 0
     while todo or engine.has_work():
         while todo and todo[0].step <= step:

@@ -86,6 +86,33 @@ def test_plan_ahead_commits_no_token_before_its_result() -> None:
     assert list(driver.scheduler.idle_violations()) == []
 
 
+def test_plan_ahead_continues_while_branches_rest() -> None:
+    """Six branches of which two decode in each step: their tokens are pending, or known for those that rested."""
+    driver = SchedulerDriver()
+    order = iter([[0, 1], [1, 2], [3, 4], [5, 0], [1, 2], [3, 4], [5, 0], [0, 1], [2, 3]])
+    requests = start_decoding(driver, *([number * 10 + 1] for number in range(6)))
+    for number, request in enumerate(requests):
+        request.namespace = f"n{number}"
+    driver.scheduler._decode_batch._choose_branches = lambda branches: next(order)
+    driver.scheduler._decode_batch._cached_rows = None  # their namespaces were read
+    step, token, last = planned(driver), 50, dict.fromkeys(requests, 42)
+    for _ in range(8):
+        following = plan_next(driver, step)
+        pending = {branch.request for branch in step.decode_branches}
+        assert following.plan.rows.tokens.tolist() == [
+            PENDING_TOKEN if branch.request in pending else last[branch.request] for branch in following.decode_branches
+        ]
+        assert len(following.plan.rows.slot) == 2 and following.plan.draws.row.tolist() == [0, 1]
+        extend_all(driver, step, token)
+        driver.scheduler.reconcile(step, step.plan.rows.tokens * 0 + token)
+        assert driver.scheduler._decode_batch.num_branches == 6, "no branch lost its row"
+        last |= dict.fromkeys(pending, token)
+        step, token = driver.scheduler.drop_finished_rows(following), token + 1
+        assert step.kept_draws is None
+    driver.check()
+    assert [request.leader.num_tokens for request in requests] == [3 + n for n in (4, 4, 2, 2, 2, 2)]
+
+
 def test_drop_finished_rows_removes_ended_branches() -> None:
     driver = SchedulerDriver()
     requests = start_decoding(driver, [1, 2], [11, 12], [21, 22], [31, 32])

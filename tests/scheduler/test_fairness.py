@@ -1,12 +1,22 @@
-"""Virtual token counters: charges, namespaces that return, and deleted counters."""
+"""Virtual token counters: charges, namespaces that return, deleted counters. Decode shares: who decodes in a step."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chatcache.scheduler import fairness
-from chatcache.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualTokenCounter
+from chatcache.scheduler.fairness import (
+    INPUT_WEIGHT,
+    MIN_DECODE_BRANCHES,
+    OUTPUT_WEIGHT,
+    DecodeShares,
+    VirtualTokenCounter,
+)
+from chatcache.scheduler.request import Branch, LiveRequest
+from chatcache.scheduler.speed import DecodeSpeed
+from tests.scheduler.driver import FakeStrategy
 
 
 def test_charges_are_weighted_by_kind_of_token() -> None:
@@ -59,3 +69,88 @@ def test_deleting_absent_counters_changes_no_order(operations: list[tuple[str, i
             assert all(complete[name] == trimmed[name] for name in waiting)
     finally:
         fairness.MAX_REMEMBERED = fairness_limit
+
+
+def measured(fixed_s: float, branch_s: float) -> DecodeSpeed:
+    speed = DecodeSpeed()
+    for num_branches in (1, 64):
+        speed.record(num_branches, num_branches, fixed_s + num_branches * branch_s)
+    return speed
+
+
+def branches_of(*counts: int, lockstep: bool = False) -> list[Branch]:
+    """Return the branches of one request for each namespace, with so many branches each."""
+    branches: list[Branch] = []
+    for number, count in enumerate(counts):
+        request = LiveRequest(f"r{number}", [1], f"n{number}", FakeStrategy(count, lockstep and number > 0), number)
+        for _ in range(1, count):
+            branch = request.leader.fork(len(request.branches), 5)
+            request.branches[branch.id] = branch
+        request.num_batched = count
+        branches += request.branches.values()
+    return branches
+
+
+def run_steps(shares: DecodeShares, branches: list[Branch], num_steps: int) -> list[list[Branch]]:
+    chosen = [shares.choose(branches) for _ in range(num_steps)]
+    return [[branches[index] for index in (range(len(branches)) if each is None else each)] for each in chosen]
+
+
+@pytest.mark.parametrize(
+    ("speed", "counts"),
+    [
+        (DecodeSpeed(), (1, 200)),  # nothing was measured yet
+        (measured(0.01, 0.0), (1, 200)),  # a branch costs nothing
+        (measured(1.0, 0.005), (1, 200)),  # a step of 201 branches takes no longer than two of one branch
+        (measured(0.0, 1.0), (200,)),
+        (measured(0.0, 1.0), (20, 20, 20)),
+        (measured(0.0, 1.0), (1, 2 * MIN_DECODE_BRANCHES - 1)),
+    ],
+)
+def test_all_branches_decode_where_no_namespace_is_delayed_by_more_than_its_share(
+    speed: DecodeSpeed, counts: tuple[int, ...]
+) -> None:
+    assert DecodeShares(speed).choose(branches_of(*counts)) is None
+
+
+@pytest.mark.parametrize("counts", [(2, 128), (128, 2), (10, 100, 90), (1, 1, 1, 500)])
+def test_steps_of_n_namespaces_take_n_times_as_long_as_the_smallest_alone(counts: tuple[int, ...]) -> None:
+    fixed_s, branch_s = 0.020, 0.001
+    branches = branches_of(*counts)
+    smallest = min(counts)
+    for step in run_steps(DecodeShares(measured(fixed_s, branch_s), min_branches=1), branches, 50):
+        step_s = fixed_s + len(step) * branch_s
+        alone_s = fixed_s + smallest * branch_s
+        assert len(counts) * alone_s - branch_s < step_s <= len(counts) * alone_s + 1e-9
+        own = [branch for branch in step if branch.request.num_batched == smallest]
+        assert len(own) == smallest * counts.count(smallest), "those of the smallest never rest"
+        assert step == sorted(step, key=branches.index)
+
+
+def test_branches_that_rest_take_turns() -> None:
+    branches = branches_of(2, 100)
+    steps = run_steps(DecodeShares(measured(0.0, 1.0)), branches, 50)
+    share = 2 * MIN_DECODE_BRANCHES - 2
+    assert {len(step) for step in steps} == {2 + share}
+    decoded = [sum(branch in step for step in steps) for branch in branches[2:]]
+    assert max(decoded) - min(decoded) <= 1 and sum(decoded) == 50 * share
+
+
+def test_turns_continue_when_branches_come_and_go() -> None:
+    shares, branches = DecodeShares(measured(0.0, 1.0), min_branches=1), branches_of(1, 6)
+    assert [step[1].ordinal for step in run_steps(shares, branches, 3)] == [0, 1, 2]
+    assert [step[1].ordinal for step in run_steps(shares, branches[:4] + branches[5:], 3)] == [4, 5, 0]
+
+
+def test_lockstep_branches_decode_together_and_no_more_than_their_share() -> None:
+    branches = branches_of(1, 40, lockstep=True)
+    steps = run_steps(DecodeShares(measured(0.0, 1.0)), branches, 60)
+    assert {len(step) for step in steps} == {1, 41}
+    share = 2 * MIN_DECODE_BRANCHES - 1
+    assert sum(len(step) - 1 for step in steps) == pytest.approx(60 * share, abs=40)
+
+
+def test_lockstep_branches_decode_with_those_outside_the_batch() -> None:
+    branches = branches_of(1, 40, lockstep=True)
+    branches[-1].request.num_batched -= 1
+    assert {len(step) for step in run_steps(DecodeShares(measured(0.0, 1.0)), branches[:-1], 9)} == {40}

@@ -1,0 +1,80 @@
+"""How long steps take on this machine, as measured: per prompt token, and per branch that decodes."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+NUM_REMEMBERED_STEPS = 64
+
+
+class PrefillSpeed:
+    """Seconds per prompt token, measured over the recent steps that mostly computed prompts.
+
+    Decode steps are left out: they read all weights for a few tokens, so their time per token says nothing about
+    prompts. The median, weighted by tokens, ignores single steps that compiled a kernel or were delayed.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, int]] = deque(maxlen=NUM_REMEMBERED_STEPS)  # (seconds per token, tokens)
+
+    def record(self, num_tokens: int, num_rows: int, seconds: float) -> None:
+        """Record an executed step that computed `num_tokens` tokens in `num_rows` rows."""
+        if num_tokens >= 2 * num_rows:
+            self._steps.append((seconds / num_tokens, num_tokens))
+
+    def seconds_per_token(self) -> float | None:
+        """Return the weighted median, or None before any prompt was computed."""
+        half = sum(num_tokens for _, num_tokens in self._steps) / 2
+        for seconds, num_tokens in sorted(self._steps):
+            half -= num_tokens
+            if half <= 0:
+                return seconds
+        return None
+
+
+class DecodeSpeed:
+    """Seconds of a decode step, measured over recent steps in which every row computed one token.
+
+    Steps with a similar number of rows (up to twice as many) are kept together, so that the slope survives a long time
+    with the same number of branches.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, deque[tuple[float, int]]] = {}  # (seconds, rows) by the bit length of the rows
+        self._latest = 0
+
+    def record(self, num_tokens: int, num_rows: int, seconds: float) -> None:
+        """Record an executed step that computed `num_tokens` tokens in `num_rows` rows."""
+        if num_tokens == num_rows > 0:
+            self._latest = num_rows.bit_length()
+            steps = self._steps.get(self._latest)
+            if steps is None:
+                steps = self._steps[self._latest] = deque(maxlen=NUM_REMEMBERED_STEPS // 4)
+            steps.append((seconds, num_rows))
+
+    def seconds_per_step(self) -> float | None:
+        """Return the median of steps with about as many rows as the latest; None before the first."""
+        return median(seconds for seconds, _ in self._steps[self._latest]) if self._steps else None
+
+    def seconds_per_branch(self) -> float | None:
+        """Return by how much one more row lengthens a step; None while all steps had about as many rows."""
+        line = self.line()
+        return None if line is None else line[1]
+
+    def line(self) -> tuple[float, float] | None:
+        """Return the seconds of a step without rows, by extrapolation, and those that each row adds.
+
+        The line through the steps with the fewest rows and the latest ones; if these are the same, through the fewest
+        and the most. None while all steps had about as many rows.
+        """
+        if len(self._steps) < 2:
+            return None
+        fewest = min(self._steps)
+        other = self._latest if self._latest != fewest else max(self._steps)
+        (few_s, few), (many_s, many) = (
+            (median(seconds for seconds, _ in steps), median(rows for _, rows in steps))
+            for steps in (self._steps[fewest], self._steps[other])
+        )
+        per_row_s = max(0.0, (many_s - few_s) / (many - few))
+        return max(0.0, few_s - few * per_row_s), per_row_s
