@@ -1,28 +1,15 @@
-"""Test texts on the page: drafts, keys in texts, right-to-left, folding, selecting, narrow screens, paper."""
+"""Test texts on the page: drafts, keys in texts, right-to-left, folding, selecting, paper."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 
-from tests.e2e.page_views import EVERYTHING
 from tests.e2e.recorded_page import RecordedPage
 from tests.e2e.rest_client import create_conversation
 
 pytestmark = pytest.mark.slow
-
-OUTSIDE = """() => {
-  const scrolls = element => element && (/auto|scroll/.test(getComputedStyle(element).overflowX)
-    || scrolls(element.parentElement));
-  return [...document.querySelectorAll('body *')]
-    .filter(element => element.checkVisibility({visibilityProperty: true}) && !element.closest('.sr-only, svg')
-      && !scrolls(element.parentElement))
-    .map(element => [element.className || element.tagName, element.getBoundingClientRect()])
-    .filter(([, box]) => box.width > 0 && (box.left < -1 || box.right > innerWidth + 1))
-    .map(([name, box]) => `${name}: ${Math.round(box.left)} to ${Math.round(box.right)}`);
-}"""
 
 
 def show(chat: RecordedPage, *texts: str) -> str:
@@ -96,22 +83,6 @@ def test_double_click_selects_a_word_and_opens_no_alternatives(chat: RecordedPag
     chat.page.evaluate("getSelection().removeAllRanges()")
     word.click(position={"x": 30, "y": 12})
     chat.page.wait_for_selector(".choice")
-
-
-@pytest.mark.parametrize("width", [320, 390])
-def test_nothing_is_outside_a_narrow_screen(width: int, open_page: Any) -> None:
-    chat = open_page(viewport={"width": width, "height": 640}, has_touch=True, is_mobile=True)
-    assert chat.page.evaluate(OUTSIDE) == []
-    show(chat, "Show me all you can draw", EVERYTHING)
-    chat.page.wait_for_selector(".prose table")
-    chat.ask("Hello")
-    assert chat.page.evaluate(OUTSIDE) == []
-    send = chat.page.locator(".send").bounding_box()
-    assert send["width"] == pytest.approx(send["height"]) and send["width"] >= 44
-    chat.page.click("[aria-label=Settings]")
-    chat.page.wait_for_selector(".panel")
-    assert chat.page.evaluate(OUTSIDE) == []
-    chat.page.evaluate("document.activeElement.blur()")
 
 
 def test_printing_a_long_conversation_prints_all_of_it(chat: RecordedPage) -> None:
