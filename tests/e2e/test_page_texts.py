@@ -12,6 +12,16 @@ from tests.e2e.rest_client import create_conversation
 pytestmark = pytest.mark.slow
 
 
+CODE = (
+    ("swift", "let x = 1"),
+    ("kotlin", "val x = 1"),
+    ("php", "$x = 1;"),
+    ("ruby", "def x = 1"),
+    ("lua", "local x = 1"),
+    ("dockerfile", "FROM scratch"),
+)
+
+
 def show(chat: RecordedPage, *texts: str) -> str:
     """Create and open a conversation; return its id."""
     made = create_conversation(chat.server, texts)
@@ -83,6 +93,39 @@ def test_double_click_selects_a_word_and_opens_no_alternatives(chat: RecordedPag
     chat.page.evaluate("getSelection().removeAllRanges()")
     word.click(position={"x": 30, "y": 12})
     chat.page.wait_for_selector(".choice")
+
+
+SLOW_DRAWING = """
+const now = performance.now.bind(performance);
+let calls = 0;
+performance.now = () => now() + 10 * ++calls; // every drawing takes 10 ms more
+window.pauses = [];
+const plain = window.setTimeout;
+window.setTimeout = (run, delay, ...more) => {
+  if (!Number.isInteger(delay ?? 0)) pauses.push(delay); // of the drawings: all others have whole numbers
+  return plain(run, delay, ...more);
+};
+"""
+
+
+def test_slow_drawings_are_followed_by_short_pauses(chat: RecordedPage) -> None:
+    chat.page.add_init_script(SLOW_DRAWING)
+    chat.reload()
+    chat.ask("Tell me a story about a fox")
+    assert [pause for pause in chat.page.evaluate("pauses") if pause > 28] == []
+
+
+def test_footnotes_and_languages_are_drawn(chat: RecordedPage) -> None:
+    show(
+        chat,
+        "Show me",
+        "One[^a].\n\n[^a]: The *note*\n\n" + "\n\n".join(f"```{name}\n{code}\n```" for name, code in CODE),
+    )
+    chat.page.wait_for_selector(".footnotes em:text('note')")
+    assert "[^a]" not in chat.page.inner_text(".answer")
+    chat.page.wait_for_selector(f".code >> nth={len(CODE) - 1} >> span[class^=hljs]")
+    for number, (name, _) in enumerate(CODE):
+        assert chat.page.locator(".code").nth(number).locator("span[class^=hljs]").count(), name
 
 
 def test_printing_a_long_conversation_prints_all_of_it(chat: RecordedPage) -> None:

@@ -132,11 +132,23 @@ export function Ending({ message, alone = false }: { message: Message; alone?: b
   return (
     <div class="ending ending-error" role="alert">
       <span>{message.error.value}</span>
-      <button type="button" class="button" onClick={() => chat.regenerate(message)}>
-        Try again
-      </button>
+      {chat.thread.value.turnOf(message)?.isTooLong ? (
+        <button type="button" class="button" onClick={editQuestion}>
+          Edit
+        </button>
+      ) : (
+        <button type="button" class="button" onClick={() => chat.regenerate(message)}>
+          Try again
+        </button>
+      )}
     </div>
   );
+}
+
+/** Open the editor of the message above the clicked row. */
+function editQuestion({ currentTarget }: MouseEvent): void {
+  const above = (currentTarget as Element).closest(".row")?.previousElementSibling;
+  above?.querySelector<HTMLElement>(".tool-edit")?.click();
 }
 
 // `< 2/3 >`: switch between the versions of a message.
