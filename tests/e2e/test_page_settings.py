@@ -158,6 +158,7 @@ def test_rare_parameters_are_checked_sent_and_stored(chat: RecordedPage) -> None
     chat.page.wait_for_selector("text=More than the max output tokens (48).")
     least.fill("3")
     least.press("Tab")
+    chat.page.get_by_label("Max reasoning tokens").fill("40")
     chat.page.get_by_label("Go on after the end that the model chooses").check()
     chat.page.get_by_label("Max output tokens").fill("6")
     chat.page.get_by_label("Max output tokens").press("Tab")
@@ -167,6 +168,7 @@ def test_rare_parameters_are_checked_sent_and_stored(chat: RecordedPage) -> None
         "allowed_token_ids": [chosen, other],
         "bad_words": ["zebra", "lion"],
         "min_tokens": 3,
+        "thinking_token_budget": 40,
         "ignore_eos": True,
     }
     assert {name: sent(chat, frames).get(name) for name in expected} == expected
