@@ -6,12 +6,13 @@ A new view is one more entry: its name, and the actions that open it from a page
 from __future__ import annotations
 
 import contextlib
+import re
 import urllib.error
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.e2e.recorded_page import RecordedPage
+from tests.e2e.recorded_page import RecordedPage, pass_endless
 from tests.e2e.rest_client import call, create_conversation, create_conversation_with_call
 
 EVERYTHING = """# A heading
@@ -70,6 +71,10 @@ def _tool_calls(chat: RecordedPage) -> None:
     chat.page.click(".tool-call summary >> nth=0")
 
 
+def _is_phone(chat: RecordedPage) -> bool:
+    return bool(chat.page.viewport_size["width"] < 800)
+
+
 def _press(*keys: str) -> Callable[[RecordedPage], None]:
     def go(chat: RecordedPage) -> None:
         for key in keys:
@@ -86,7 +91,11 @@ def _candidates(chat: RecordedPage) -> None:
 def _search(chat: RecordedPage) -> None:
     chat.page.click("#tab-beams")
     chat.page.click("text=Try 4 beams")
+    if _is_phone(chat):  # the panel covers the message box
+        chat.page.click("[aria-label='Close the panel']")
     chat.ask("Tell me a story about a cat")
+    if _is_phone(chat):
+        chat.page.click("[aria-label=Panel]")
 
 
 def _click(*selectors: str) -> Callable[[RecordedPage], None]:
@@ -108,9 +117,29 @@ def _palette(chat: RecordedPage) -> None:
     chat.page.keyboard.type("co")
 
 
+def _compare_branches(chat: RecordedPage) -> None:
+    for number in (1, 2):
+        chat.page.click(f"[aria-label='Compare Branch {number}']")
+
+
+def _page_text(chat: RecordedPage) -> None:
+    chat.page.focus("[role=slider]")
+
+
 def _find(chat: RecordedPage) -> None:
+    chat.page.keyboard.press("Control+f")
+    chat.page.fill("[aria-label='Find in this conversation']", "list")
+
+
+def _search_conversations(chat: RecordedPage) -> None:
     chat.page.keyboard.press("Control+Shift+F")
     chat.page.fill("#find", "robot")
+
+
+def _menu(chat: RecordedPage) -> None:
+    if _is_phone(chat):  # the list is closed there
+        chat.page.click("[aria-label='Show the list']")
+    chat.page.click(".conversation-row-current .conversation-menu")
 
 
 def _delete(chat: RecordedPage) -> None:
@@ -154,11 +183,6 @@ def _prompt_menu(chat: RecordedPage) -> None:
     chat.page.fill("#composer", "/tr")
 
 
-def _compare(chat: RecordedPage) -> None:
-    chat.page.click(".answer .tool-more >> nth=-1")
-    chat.page.click(".menu:popover-open >> text=Compare settings…")
-
-
 def _compared(chat: RecordedPage) -> None:
     seen = len(chat.ends())
     chat.page.keyboard.type("Be brief.")
@@ -168,7 +192,7 @@ def _compared(chat: RecordedPage) -> None:
 
 def _attach(chat: RecordedPage) -> None:
     chat.expected_errors += 1  # the refused picture
-    chat.drop(".thread", [("notes.txt", b"Buy milk."), ("photo.png", b"\0")])
+    chat.drop(".thread", [("notes.txt", b"Buy bread."), ("photo.png", b"\0")])
     chat.page.wait_for_selector(".attachment-ready")
 
 
@@ -177,11 +201,31 @@ def _file_card(chat: RecordedPage) -> None:
     chat.page.click(".file-card summary")
 
 
+def _edit_answer(chat: RecordedPage) -> None:
+    chat.page.click(".answer .tool-more >> nth=-1")
+    chat.page.click(".menu:popover-open >> text=Edit")
+
+
+def _running(chat: RecordedPage) -> None:
+    chat.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
+    chat.reload()
+    chat.say("Tell me a story about an owl")
+    chat.page.wait_for_selector(".answer[aria-busy=true] .prose:not(:empty)")
+    chat.page.fill("#composer", "And then?")
+    chat.page.click("[aria-label=Queue]")
+    chat.page.fill("#composer", "Be brief.")
+
+
 VIEWS: tuple[View, ...] = (
     View("answer", lambda chat: None, ".answer-foot .stats"),
     View("confidence", _click("[aria-label='Show tokens'] >> nth=-1"), ".confidence-choice"),
     View("alternatives", _inside, ".choice"),
-    View("compare form", _compare, "form[aria-label='Compare settings']"),
+    View(
+        "answer menu",
+        _click(".alternatives [aria-label=Close]", ".answer .tool-more >> nth=-1"),
+        ".menu:popover-open",
+    ),
+    View("compare form", _click(".menu:popover-open >> text=Compare settings…"), "form[aria-label='Compare settings']"),
     View("compared answers", _compared, ".compared-answers .card-settings >> nth=1"),
     View("editor", _edit, "[aria-label='Edit message']"),
     View("candidates", _candidates, ".card-pick >> nth=1"),
@@ -189,7 +233,9 @@ VIEWS: tuple[View, ...] = (
     View("candidates panel", _press("Escape", "Alt+Shift+1"), ".side-panel [role=tab]"),
     View("beams panel", _press("Alt+Shift+2"), "#tab-beams[aria-selected=true]"),
     View("branches panel", _press("Alt+Shift+3"), "#tab-branches[aria-selected=true]"),
+    View("compared branches", _compare_branches, ".branch-compared .differences >> nth=1"),
     View("pages panel", _press("Alt+Shift+4"), "#tab-pages[aria-selected=true]"),
+    View("text of a page", _page_text, ".page-text"),
     View("beam tree", _search, ".beam-row >> nth=3"),
     View("settings", _settings, "aside[aria-label=Settings]"),
     View("shortcuts", _press("Escape", "Control+/"), "dialog[open]"),
@@ -201,14 +247,17 @@ VIEWS: tuple[View, ...] = (
     View("prompt variables", _press("Enter"), "dialog textarea"),
     View("tool calls", _tool_calls, ".tool-call[open] section >> nth=1"),
     View("everything", _everything, ".katex >> nth=1"),
+    View("find", _find, ".find-count >> text=of"),
     View("preview", _click(".code-preview"), ".code iframe"),
-    View("menu", _click(".conversation-row-current .conversation-menu"), ".menu:popover-open"),
+    View("menu", _menu, ".menu:popover-open"),
     View("rename", _click(".menu:popover-open >> text=Rename"), "[aria-label='New title']"),
-    View("finds", _find, ".search-hit mark"),
+    View("finds", _search_conversations, ".search-hit mark"),
     View("toast", _delete, "text=Undo"),
-    View("start", _press("Control+Shift+O"), ".empty-state"),
+    View("start", _click(".new-chat"), ".empty-state"),
     View("attachments", _attach, ".attachment-failed"),
     View("file card", _file_card, ".file-card pre"),
+    View("answer editor", _edit_answer, "[aria-label='Edit answer']"),
+    View("running answer", _running, ".queued-text"),
 )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.page_checks import find_beyond
 from tests.e2e.recorded_page import RecordedPage
-from tests.e2e.test_page_texts import OUTSIDE
 from tests.support.pdfs import pdf_of
 
 pytestmark = pytest.mark.slow
@@ -112,13 +112,13 @@ def test_files_fit_a_narrow_screen_in_any_direction_and_theme(open_page: Any) ->
     chat.expected_errors += 1  # the refused picture
     chat.drop(".thread", [(name, "ينام التنين.".encode()), ("a-very-long-name-of-a-picture" * 4 + ".png", b"\0")])
     wait_for_chips(chat, 2)
-    assert chat.page.evaluate(OUTSIDE) == []
+    assert find_beyond(chat.page) == []
     first = chat.page.locator(".attachment-name").first
     assert first.evaluate("element => getComputedStyle(element).direction") == "rtl"
     chat.ask("متى؟")
     chat.page.click(".file-card summary")
     chat.page.wait_for_selector(".file-card pre")
-    assert chat.page.evaluate(OUTSIDE) == []
+    assert find_beyond(chat.page) == []
 
 
 def test_file_that_is_too_long_for_the_model_is_not_sent(chat: RecordedPage) -> None:

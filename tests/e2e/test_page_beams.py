@@ -109,9 +109,13 @@ def test_common_text_is_final_and_the_best_beam_a_ghost(searching: RecordedPage,
     chat.page.wait_for_selector(".beam-piece.beam-highlighted >> text=they")
     assert rows.nth(1).text_content() == "Beam 2they12 times less likely than the best · 31.1% per token"
 
+    script.beams([(7, 5, " play", -1.2)], [7])  # the other one has ended
+    chat.page.wait_for_selector("[data-stat=open] >> text=1")
     script.end(["Once more we", "Once more they"])
     chat.page.wait_for_selector(".card >> nth=1")
     chat.page.wait_for_selector(".side-summary >> text=Found")
+    chat.page.wait_for_selector("[data-stat=agreed] >> text=2")  # of the kept beams, not of the last open ones
+    assert rows.locator(".beam-text").all_text_contents() == ["we", "they"]
     assert chat.page.locator(".ghost").count() == 0
     chat.page.click(".beam-row >> nth=1")
     assert chat.answers() == ["Once more they"]

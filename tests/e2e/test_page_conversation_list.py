@@ -151,6 +151,24 @@ def test_search_result_is_marked_and_opens_its_message_on_its_branch(chat: Recor
     row(chat, "About animals").first.wait_for()
 
 
+def test_search_result_in_a_short_conversation_shows_no_jump_button(chat: RecordedPage) -> None:
+    word = f"Heron{secrets.token_hex(3)}"
+    make(chat, f"Where is the {word}?", "There.", title="Birds")
+    chat.page.keyboard.press("Control+Shift+F")
+    chat.page.keyboard.insert_text(word)
+    with chat.appears(".row-highlight"):
+        chat.page.click(".search-hit")
+    chat.page.wait_for_timeout(300)  # of the scrolling
+    assert chat.page.locator("[aria-label='Jump to the latest']").count() == 0
+
+
+def test_current_row_is_marked_in_forced_colours(chat: RecordedPage) -> None:
+    chat.ask("Hello")
+    chat.page.emulate_media(forced_colors="active")
+    outlines = "[...document.querySelectorAll('.conversation-row')].map(row => getComputedStyle(row).outlineStyle)"
+    assert chat.page.evaluate(outlines).count("solid") == 1
+
+
 def test_menu_works_by_keyboard(chat: RecordedPage) -> None:
     name = f"Keys {secrets.token_hex(4)}"
     make(chat, "Hello", "Hi", title=name)

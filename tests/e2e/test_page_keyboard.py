@@ -1,13 +1,15 @@
-"""Test a whole visit by keyboard: start, ask, stop, pick, switch, search, rename, delete, undo."""
+"""Test the page with a keyboard only: a whole visit on every screen, the place of the focus, the command palette."""
 
 from __future__ import annotations
 
+import re
 import secrets
 from typing import Any
 
 import pytest
 
-from tests.e2e.recorded_page import RecordedPage
+from tests.e2e.page_checks import SCREENS
+from tests.e2e.recorded_page import RecordedPage, pass_endless
 from tests.e2e.rest_client import create_conversation
 
 pytestmark = pytest.mark.slow
@@ -15,67 +17,219 @@ pytestmark = pytest.mark.slow
 FOCUSED = "document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
 
 
-def test_all_actions_work_by_keyboard(chat: RecordedPage, endless: None) -> None:
+# What is wrong with the place of the focus: it is lost, outside the screen, or its mark has too little contrast.
+FOCUS_PROBLEM = """() => {
+  const element = document.activeElement;
+  if (element === document.body) return 'on the body';
+  const box = element.getBoundingClientRect();
+  if (box.bottom <= 0 || box.top >= innerHeight || box.right <= 0 || box.left >= innerWidth) return 'off the screen';
+  const context = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
+  const parsed = colour => {
+    context.clearRect(0, 0, 1, 1);
+    context.fillStyle = colour;
+    context.fillRect(0, 0, 1, 1);
+    return [...context.getImageData(0, 0, 1, 1).data];
+  };
+  const luminance = colour => parsed(colour).slice(0, 3).map(part => part / 255)
+    .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, part, index) => sum + part * [0.2126, 0.7152, 0.0722][index], 0);
+  const form = element.id === 'composer' ? element.closest('form') : null;  // marked by its border
+  const marked = form ?? (element.matches('.row') ? element.firstElementChild : element);
+  const style = getComputedStyle(marked);
+  if (!form && (style.outlineStyle === 'none' || parseFloat(style.outlineWidth) < 2)) return 'no outline';
+  let behind = marked.parentElement;
+  while (behind && parsed(getComputedStyle(behind).backgroundColor)[3] < 255) behind = behind.parentElement;
+  const [dark, light] = [form ? style.borderTopColor : style.outlineColor, getComputedStyle(behind).backgroundColor]
+    .map(luminance).sort((one, other) => one - other);
+  return (light + 0.05) / (dark + 0.05) >= 3 ? null : 'contrast below 3';
+}"""
+
+
+class Keys:
+    """A visitor with a keyboard only. After every step the focus must be visible in both themes."""
+
+    def __init__(self, chat: RecordedPage) -> None:
+        self.chat = chat
+        self.is_touch = chat.page.evaluate("matchMedia('(pointer: coarse)').matches")
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.chat.page.keyboard.press(key)
+
+    def type(self, text: str) -> None:
+        self.chat.page.keyboard.type(text)
+
+    def reach(self, label: str, back: bool = False) -> None:
+        """Press Tab until the focused element has this label, and check its mark."""
+        _reach(self.chat, label, back)
+        self.check(label)
+
+    def check(self, step: str) -> None:
+        for scheme in ("dark", "light"):
+            self.chat.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+            self.chat.until("!document.activeElement?.closest('[aria-busy=true]:empty')")
+            problem = self.chat.page.evaluate(FOCUS_PROBLEM)
+            assert problem is None, f"after {step}, {scheme}: {problem}"
+
+    def write(self, text: str) -> None:
+        """Replace the text of the message box."""
+        self.press("Shift+Escape", "Control+a")
+        self.type(text)
+
+    def send(self, text: str, button: str = "Send", key: str = "Enter") -> None:
+        """Send a message: on a touch screen Return inserts a new line."""
+        self.write(text)
+        if self.is_touch:
+            self.reach(button)
+        self.press("Enter" if self.is_touch else key)
+        self.check(button)
+
+    def stop(self) -> None:
+        seen = len(self.chat.ends())
+        self.press("Escape")
+        assert self.chat.wait_end(seen)["status"] == "cancelled"
+        self.check("Stop")
+
+
+@pytest.mark.parametrize("width", list(SCREENS))
+def test_all_actions_work_by_keyboard(width: int, open_page: Any) -> None:
+    chat: RecordedPage = open_page(**SCREENS[width])
     page = chat.page
+    page.route_web_socket(re.compile("/v1/responses"), pass_endless)
     chat.reload()
     chat.keep_toasts()
-    chat.until("document.activeElement.id === 'composer'")
+    keys = Keys(chat)
 
-    page.keyboard.type("Tell me a story about an owl")
-    _reach(chat, "More answers")
-    page.keyboard.press("Enter")
-    page.keyboard.press("Shift+Escape")
-    page.keyboard.press("Enter")
-    chat.until(
-        "[...document.querySelectorAll('.card .prose')].filter(card => card.textContent.length > 20).length === 2"
-    )
-    page.keyboard.press("Escape")
-    assert chat.wait_end(0)["status"] == "cancelled"
+    # send, steer, queue, stop
+    keys.press("Control+Shift+O")
+    keys.send("Tell me a story about an owl")
+    chat.until("document.querySelector('.answer .prose')?.textContent.length > 20")
+    keys.send("Be brief", "Stop the answer and send")
+    page.wait_for_selector(".answer >> nth=1")
+    chat.until("[...document.querySelectorAll('.answer .prose')].at(1)?.textContent.length > 20")
+    keys.send("And then?", "Queue", "Alt+Enter")
+    page.wait_for_selector(".queued-text >> text=And then?")
+    keys.stop()
+    keys.press("Shift+Escape")
+    keys.reach("Remove from the queue", back=True)
+    keys.press("Enter")
+    page.wait_for_selector(".queued-text", state="detached")
+    keys.check("Remove from the queue")
 
-    page.keyboard.press("Alt+2")
-    place = page.locator(".answer .version-position")
-    assert place.inner_text() == "2/2"
-    chat.until("document.querySelector('#status').textContent === 'Picked answer 2.'")
-    page.keyboard.press("Alt+ArrowLeft")
-    assert place.inner_text() == "1/2"
-    _reach(chat, "Next version", back=True)
-    page.keyboard.press("Enter")
-    assert place.inner_text() == "2/2"
+    # edit, versions
+    keys.write("")
+    keys.press("Delete", "ArrowUp")
+    chat.until(f"({FOCUSED}) === 'Edit message'")
+    keys.check("Edit")
+    keys.press("Escape")
+    page.wait_for_selector("[aria-label='Edit message']", state="detached")
+    keys.check("Escape in the editor")
+    keys.press("Shift+Escape", "ArrowUp", "Control+a")
+    keys.type("Be long")
+    if keys.is_touch:
+        keys.reach("Send")
+    keys.press("Enter")
+    chat.until("[...document.querySelectorAll('.answer .prose')].at(1)?.textContent.length > 20")
+    keys.stop()
+    position = page.locator(".user-message .version-position")
+    assert position.inner_text() == "2/2"
+    keys.press("Shift+Escape")
+    keys.reach("Previous version", back=True)
+    keys.press("Enter")
+    page.wait_for_selector(".user-message .version-position >> text=1/2")
+    keys.check("Previous version")
 
-    page.keyboard.press("Alt+Shift+3")
+    # find, palette, settings, panel, shortcuts
+    keys.press("Control+f")
+    chat.until(f"({FOCUSED}) === 'Find in this conversation'")
+    keys.type("owl")
+    page.wait_for_selector(".find-count >> text=1 of")
+    keys.check("Find")
+    keys.press("Enter", "Escape")
+    page.wait_for_selector(".find", state="detached")
+    keys.check("closing Find")
+    keys.press("Control+k")
+    page.wait_for_selector("[role=combobox]")
+    keys.type("theme")
+    keys.check("the palette")
+    keys.press("Escape")
+    page.wait_for_selector("[role=combobox]", state="detached")
+    keys.check("closing the palette")
+    keys.press("Control+,")
+    page.wait_for_selector("aside[aria-label=Settings]")
+    keys.reach("Beam search")
+    keys.press("Escape")
+    page.wait_for_selector("aside[aria-label=Settings]", state="detached")
+    keys.check("closing the settings")
+    keys.press("Alt+Shift+3" if width > 800 else "Control+.")
     page.wait_for_selector("#tab-branches[aria-selected=true]")
-    page.keyboard.press("Escape")
+    keys.reach("Branches")
+    keys.press("Escape")
     page.wait_for_selector(".side-panel", state="detached")
-    page.keyboard.press("Control+/")
+    keys.check("closing the panel")
+    keys.press("Control+/")
     page.wait_for_selector("dialog[open]")
-    page.keyboard.press("Escape")
+    keys.press("Escape")
     page.wait_for_selector("dialog", state="detached")
+    keys.check("closing the shortcuts")
 
-    _reach(chat, "Menu of ", back=True)
-    page.keyboard.press("Enter")
+    # candidates
+    keys.press("Shift+Escape")
+    keys.reach("More answers")
+    keys.press("Enter")
+    keys.send("Tell me a story about a robot")
+    chat.until(
+        "[...document.querySelectorAll('.card .prose')].filter(each => each.textContent.length > 20).length === 2"
+    )
+    keys.stop()
+    keys.press("Alt+2")
+    page.wait_for_selector(".answer .version-position >> text=2/2")
+    chat.until("document.querySelector('#status').textContent === 'Picked answer 2.'")
+    keys.check("picking")
+    keys.press("Alt+ArrowLeft")
+    page.wait_for_selector(".answer .version-position >> text=1/2")
+
+    # branch, rename, delete, undo
+    owl = page.evaluate("location.hash")
+    keys.press("Shift+Escape")
+    keys.reach("Actions for the answer", back=True)
+    keys.press("Enter")
     page.wait_for_selector(".menu:popover-open")
-    page.keyboard.type("r")  # Rename
-    page.keyboard.press("Enter")
+    keys.check("the menu")
+    keys.type("b")
+    keys.press("Enter")
+    chat.until(f"!location.hash.startsWith('{owl}')")
+    page.wait_for_selector(".answer-foot")
+    keys.check("Branch into a new chat")
+    if width < 800:
+        keys.press("Control+Shift+S")
+        page.wait_for_selector(".app-sidebar")
+        keys.check("the list")
+    keys.press("Control+Shift+F", "ArrowDown")
+    chat.until("document.activeElement.className === 'conversation-open'")
+    keys.press("F2")
     chat.until(f"({FOCUSED}) === 'New title'")
-    page.keyboard.press("Control+a")
-    page.keyboard.type("The owl")
-    page.keyboard.press("Enter")
+    keys.check("Rename")
+    keys.press("Control+a")
+    keys.type("The owl")
+    keys.press("Enter")
     title = page.locator(".conversation-row >> text=The owl")
     title.wait_for()
     chat.until(f"({FOCUSED}).startsWith('The owl')")
-    page.keyboard.press("Delete")
+    keys.check("renaming")
+    keys.press("Delete")
     title.wait_for(state="detached")
-    _reach(chat, "Undo", back=True)
-    page.keyboard.press("Enter")
+    keys.check("Delete")
+    keys.reach("Undo")
+    keys.press("Enter")
     title.wait_for()
-
-    page.keyboard.press("Control+Shift+F")
-    chat.until("document.activeElement.id === 'find'")
-    page.keyboard.press("Control+Shift+O")
+    keys.check("Undo")
+    keys.press("Control+Shift+Backspace")
+    title.wait_for(state="detached")
+    keys.check("deleting the shown chat")
+    keys.press("Control+Shift+O")
     page.wait_for_selector(".empty-state")
-    _reach(chat, "Light theme")
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    keys.check("New chat")
 
 
 ROW = "document.activeElement.closest('.row')?.querySelector('.user-text, .prose')?.textContent.trim()"

@@ -83,6 +83,8 @@ def test_killed_server_loses_no_text_and_the_next_message_works(
             chat.page.wait_for_selector(f".answer >> nth={number}")
             kept = letters(chat.answers()[-1])
             assert kept and seen.startswith(kept[: len(seen)])
-            assert chat.page.locator(".answer").nth(number).get_attribute("data-status") == "interrupted"
+            answer = chat.page.locator(".answer").nth(number)
+            assert answer.get_attribute("data-status") == "interrupted"
+            assert answer.locator(".ending span").inner_text().startswith("Interrupted.")
     assert [text.split()[-1] for text in chat.said()] == [str(number) for number in range(num_kills)]
     chat.context.close()

@@ -79,6 +79,30 @@ def test_thousand_messages_render_as_a_few_rows(long_page: RecordedPage) -> None
     assert page.locator(".row").last.get_attribute("aria-posinset") == str(COUNT)
 
 
+def test_messages_are_read_compressed_after_a_change_elsewhere(chat: RecordedPage) -> None:
+    made = create_conversation(chat.server, [_text(place) for place in range(200)])
+    chat.page.evaluate("hash => location.hash = hash", made)
+    chat.page.wait_for_selector("text=Answer 199.")
+    added = {"items": [{"role": "user", "content": "From elsewhere"}]}
+    with chat.page.expect_response(re.compile("/items")) as reading:
+        call(chat.server, "POST", f"/v1/conversations/{made}/items", added)
+    size = reading.value.request.sizes()["responseBodySize"]
+    assert reading.value.headers["content-encoding"] == "gzip" and 5 * size < len(reading.value.body())
+    chat.page.wait_for_selector("text=From elsewhere")
+
+
+def test_notification_leaves_the_jump_button_free(long_page: RecordedPage) -> None:
+    page = long_page.page
+    long_page.expected_errors += 1
+    page.mouse.move(640, 400)
+    page.mouse.wheel(0, -3000)
+    page.wait_for_selector("[aria-label='Jump to the latest']")
+    long_page.drop(".sidebar", [("note.txt", b"Hello")])  # refused
+    toast = page.locator(".toast").bounding_box()
+    button = page.locator("[aria-label='Jump to the latest']").bounding_box()
+    assert toast and button and toast["y"] + toast["height"] <= button["y"]
+
+
 def test_scroll_position_moves_with_the_wheel_only(long_page: RecordedPage) -> None:
     """Scroll upwards, into rows whose heights were only estimated."""
     page = long_page.page

@@ -10,9 +10,9 @@ import pytest
 
 from chatcache.config import McpServer, ServerConfig
 from tests.e2e.conftest import BUILT_PAGE
+from tests.e2e.page_checks import find_problems
 from tests.e2e.recorded_page import RecordedPage
 from tests.e2e.requirements import require
-from tests.e2e.test_page_axe import AXE, RUN
 from tests.gateway.scripted import ScriptedServer, scripted_server
 from tests.support.mcp_server import ToolServer, tools
 from tests.tokenizer.families import tokenizer_of
@@ -79,8 +79,7 @@ def test_tool_runs_after_confirmation_and_the_answer_continues(
     page.wait_for_selector(ACTIONS)
     assert hints(chat) == ["not run yet"] and tools.calls == []
     assert page.locator(".tool-call[open] pre").inner_text().split() == ["{", '"a":', "2,", '"b":', "3", "}"]
-    page.evaluate(AXE.read_text())
-    assert page.evaluate(RUN) == []
+    assert find_problems(page) == []
     model.say("It is five.")
     page.click(f"{ACTIONS} :text-is('Run')")
     chat.wait_end(1)

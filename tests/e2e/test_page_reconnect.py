@@ -172,6 +172,21 @@ def test_view_of_another_branch_is_not_changed(open_page: Any) -> None:
     assert first.said() == ["What is 2 + 3?", "Thank you"]
 
 
+def test_loading_model_shows_progress_then_that_kernels_are_compiled(chat: RecordedPage) -> None:
+    page = chat.page
+    state = {"status": "loading", "detail": "reading weights", "progress": 0.5}
+    page.route("**/readyz", lambda route: route.fulfill(status=503, json=state))
+    page.reload()
+    assert page.get_attribute(".banner progress", "value") == "0.5"
+    state |= {"detail": "warming up", "progress": 0.95}
+    page.wait_for_selector(".banner progress:not([value])")  # moves, as its end is unknown
+    page.wait_for_selector(".banner .hint:text-matches('^[0-9]+ s$')")
+    assert page.get_by_text("warming up").is_visible() and page.locator("[aria-label=Send]").is_disabled()
+    page.unroute("**/readyz")
+    page.wait_for_selector(".banner", state="detached")
+    chat.ignore_problems()  # the answers 503
+
+
 def test_cut_connection_is_reported_and_the_reply_continues(browser: Any, server: str) -> None:
     """The socket runs through the test, which cuts it during a reply."""
     chat = RecordedPage(browser.new_context(), server)

@@ -105,6 +105,20 @@ def test_further_parameters_are_sent_stored_and_checked(chat: RecordedPage) -> N
     chat.page.wait_for_selector("text=Only the first 16 of these texts are used.")
 
 
+def test_fields_of_more_parameters_are_as_far_apart_as_the_others(chat: RecordedPage) -> None:
+    page = chat.page
+    page.keyboard.press("Control+,")
+    page.click("text=More parameters")
+    page.click("text=Rare parameters")
+    gaps = page.evaluate(
+        """[...document.querySelectorAll('aside .field, aside .more-settings > .check')].map(field => {
+          const next = field.nextElementSibling;
+          return next && Math.round(next.getBoundingClientRect().top - field.getBoundingClientRect().bottom);
+        }).filter(gap => gap !== null)"""
+    )
+    assert len(gaps) > 15 and set(gaps) == {20}
+
+
 def test_rare_parameters_are_checked_sent_and_stored(chat: RecordedPage) -> None:
     """The bias alone decides the answer: of the two tokens that are allowed, one is ruled out."""
     frames = record(chat)
@@ -144,6 +158,7 @@ def test_rare_parameters_are_checked_sent_and_stored(chat: RecordedPage) -> None
     chat.page.wait_for_selector("text=More than the max output tokens (48).")
     least.fill("3")
     least.press("Tab")
+    chat.page.get_by_label("Max reasoning tokens").fill("40")
     chat.page.get_by_label("Go on after the end that the model chooses").check()
     chat.page.get_by_label("Max output tokens").fill("6")
     chat.page.get_by_label("Max output tokens").press("Tab")
@@ -153,6 +168,7 @@ def test_rare_parameters_are_checked_sent_and_stored(chat: RecordedPage) -> None
         "allowed_token_ids": [chosen, other],
         "bad_words": ["zebra", "lion"],
         "min_tokens": 3,
+        "thinking_token_budget": 40,
         "ignore_eos": True,
     }
     assert {name: sent(chat, frames).get(name) for name in expected} == expected

@@ -130,12 +130,13 @@ def test_reasoning_is_folded_with_its_length(browser: Any, server: str) -> None:
     """The frames of a reasoning model come from the test."""
     chat = RecordedPage(browser.new_context(), server)
     chat.page.route_web_socket(re.compile("/v1/responses"), _think("Let me see. It is a **fox**.", "A fox.", tokens=9))
+    chat.page.add_init_script("localStorage['chatcache.sampling'] = JSON.stringify({reasoningTokens: 20})")
     chat.page.goto(server)
     chat.connected()
     chat.say("What is it?")
     chat.page.wait_for_selector(".answer[data-status=done]")
     thought = chat.page.locator(".reasoning")
-    assert thought.locator("summary").inner_text() == "Reasoning, 9 tokens"
+    assert thought.locator("summary").inner_text() == "Reasoning, 9 tokens of at most 20 tokens"
     assert not thought.locator(".reasoning-text").is_visible()
     chat.until("document.querySelector('.answer .prose')?.innerText === 'A fox.'")  # the renderer loads with the text
     thought.locator("summary").press("Enter")

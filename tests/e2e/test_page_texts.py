@@ -1,28 +1,25 @@
-"""Test texts on the page: drafts, keys in texts, right-to-left, folding, selecting, narrow screens, paper."""
+"""Test texts on the page: drafts, keys in texts, right-to-left, folding, selecting, paper."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 
-from tests.e2e.page_views import EVERYTHING
 from tests.e2e.recorded_page import RecordedPage
 from tests.e2e.rest_client import create_conversation
 
 pytestmark = pytest.mark.slow
 
-OUTSIDE = """() => {
-  const scrolls = element => element && (/auto|scroll/.test(getComputedStyle(element).overflowX)
-    || scrolls(element.parentElement));
-  return [...document.querySelectorAll('body *')]
-    .filter(element => element.checkVisibility({visibilityProperty: true}) && !element.closest('.sr-only, svg')
-      && !scrolls(element.parentElement))
-    .map(element => [element.className || element.tagName, element.getBoundingClientRect()])
-    .filter(([, box]) => box.width > 0 && (box.left < -1 || box.right > innerWidth + 1))
-    .map(([name, box]) => `${name}: ${Math.round(box.left)} to ${Math.round(box.right)}`);
-}"""
+
+CODE = (
+    ("swift", "let x = 1"),
+    ("kotlin", "val x = 1"),
+    ("php", "$x = 1;"),
+    ("ruby", "def x = 1"),
+    ("lua", "local x = 1"),
+    ("dockerfile", "FROM scratch"),
+)
 
 
 def show(chat: RecordedPage, *texts: str) -> str:
@@ -98,20 +95,37 @@ def test_double_click_selects_a_word_and_opens_no_alternatives(chat: RecordedPag
     chat.page.wait_for_selector(".choice")
 
 
-@pytest.mark.parametrize("width", [320, 390])
-def test_nothing_is_outside_a_narrow_screen(width: int, open_page: Any) -> None:
-    chat = open_page(viewport={"width": width, "height": 640}, has_touch=True, is_mobile=True)
-    assert chat.page.evaluate(OUTSIDE) == []
-    show(chat, "Show me all you can draw", EVERYTHING)
-    chat.page.wait_for_selector(".prose table")
-    chat.ask("Hello")
-    assert chat.page.evaluate(OUTSIDE) == []
-    send = chat.page.locator(".send").bounding_box()
-    assert send["width"] == pytest.approx(send["height"]) and send["width"] >= 44
-    chat.page.click("[aria-label=Settings]")
-    chat.page.wait_for_selector(".panel")
-    assert chat.page.evaluate(OUTSIDE) == []
-    chat.page.evaluate("document.activeElement.blur()")
+SLOW_DRAWING = """
+const now = performance.now.bind(performance);
+let calls = 0;
+performance.now = () => now() + 10 * ++calls; // every drawing takes 10 ms more
+window.pauses = [];
+const plain = window.setTimeout;
+window.setTimeout = (run, delay, ...more) => {
+  if (!Number.isInteger(delay ?? 0)) pauses.push(delay); // of the drawings: all others have whole numbers
+  return plain(run, delay, ...more);
+};
+"""
+
+
+def test_slow_drawings_are_followed_by_short_pauses(chat: RecordedPage) -> None:
+    chat.page.add_init_script(SLOW_DRAWING)
+    chat.reload()
+    chat.ask("Tell me a story about a fox")
+    assert [pause for pause in chat.page.evaluate("pauses") if pause > 28] == []
+
+
+def test_footnotes_and_languages_are_drawn(chat: RecordedPage) -> None:
+    show(
+        chat,
+        "Show me",
+        "One[^a].\n\n[^a]: The *note*\n\n" + "\n\n".join(f"```{name}\n{code}\n```" for name, code in CODE),
+    )
+    chat.page.wait_for_selector(".footnotes em:text('note')")
+    assert "[^a]" not in chat.page.inner_text(".answer")
+    chat.page.wait_for_selector(f".code >> nth={len(CODE) - 1} >> span[class^=hljs]")
+    for number, (name, _) in enumerate(CODE):
+        assert chat.page.locator(".code").nth(number).locator("span[class^=hljs]").count(), name
 
 
 def test_printing_a_long_conversation_prints_all_of_it(chat: RecordedPage) -> None:

@@ -11,6 +11,8 @@ from tests.e2e.rest_client import call
 
 PAGE_TOKENS = 16
 
+FULL = "This chat is full. Start a new chat, or edit an earlier message."
+
 
 def test_second_turn_hits_the_cache_and_a_reload_keeps_both(chat: RecordedPage) -> None:
     first = chat.ask("My name is Ada.")["usage"]
@@ -38,7 +40,13 @@ def test_second_turn_hits_the_cache_and_a_reload_keeps_both(chat: RecordedPage) 
 @pytest.mark.slow
 def test_failed_turn_is_no_version_of_the_next_message(chat: RecordedPage) -> None:
     chat.say("word " * 9000)  # more than the context
-    chat.page.wait_for_selector(".ending-error")
+    refusal = chat.page.locator(".ending-error")
+    assert "9009 tokens; this model's maximum context length is 2048 tokens" in refusal.locator("span").inner_text()
+    assert refusal.locator("button").all_inner_texts() == ["Edit"], "the same message would be refused again"
+    refusal.locator("button").click()
+    assert chat.page.input_value("[aria-label='Edit message']") == ("word " * 9000).strip()
+    chat.page.keyboard.press("Escape")
+    chat.until("document.activeElement.id === 'composer'")  # not lost with the editor
     chat.ask("Hello")
     conversation = chat.page.evaluate("location.hash.slice(1)")
     call(chat.server, "POST", f"/v1/conversations/{conversation}", {"title": "Renamed elsewhere"})
@@ -46,10 +54,43 @@ def test_failed_turn_is_no_version_of_the_next_message(chat: RecordedPage) -> No
     chat.page.wait_for_timeout(500)  # the messages are read again
     assert chat.page.locator(".version-position").count() == 0
     assert [text.split()[0] for text in chat.said()] == ["word", "Hello"]
-    assert chat.page.locator(".ending-error button:text('Try again')").count() == 1
+    assert refusal.count() == 1
     chat.reload()
     chat.page.wait_for_selector(".answer")
     assert chat.said() == ["Hello"] and chat.page.locator(".version-position").count() == 0
+
+
+@pytest.mark.slow
+def test_full_chat_after_a_reload_says_why_nothing_is_sent_and_what_works(chat: RecordedPage) -> None:
+    page = chat.page
+    whole = {"maxTokens": 60, "ignoreEos": True, "seed": 7}  # more than the context has left
+    page.evaluate("value => { localStorage['chatcache.sampling'] = JSON.stringify(value); }", whole)
+    chat.reload()
+    assert chat.ask("word " * 2000)["status"] == "incomplete"
+    for reloaded in (False, True):
+        if reloaded:
+            chat.reload()
+        page.wait_for_selector(f".full-notice >> text={FULL}")
+        page.fill("#composer", "More")
+        send = page.locator("[aria-label=Send]")
+        assert send.is_disabled() and send.get_attribute("title") == FULL
+        page.press("#composer", "Enter")
+        chat.until(f"document.querySelector('#status').textContent === '{FULL}'")
+        assert page.locator(".ending button").count() == 0, "Continue cannot work"
+    sent = len(chat.sent)
+    page.fill("#composer", "")
+    page.keyboard.press("ArrowUp")
+    page.fill("[aria-label='Edit message']", "Hello")
+    page.keyboard.press("Enter")
+    chat.wait_end(1)
+    assert [frame["type"] for frame in chat.sent[sent:]].count("response.create") == 1, (
+        "the refused message was not sent"
+    )
+    assert chat.said() == ["Hello"] and page.locator(".full-notice").count() == 0
+    page.click("[aria-label='Previous version']")
+    page.click(".full-notice button:text('New chat')")
+    page.wait_for_selector(".empty-state")
+    chat.ask("Hello again")
 
 
 @pytest.mark.slow

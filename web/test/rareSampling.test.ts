@@ -81,6 +81,7 @@ describe("requests", () => {
       allowedTokens: "7 8",
       stopTokens: "9",
       minTokens: 3,
+      reasoningTokens: 40,
       ignoreEos: true,
       keepsStopText: true,
     };
@@ -90,6 +91,7 @@ describe("requests", () => {
       allowed_token_ids: [7, 8],
       stop_token_ids: [9],
       min_tokens: 3,
+      thinking_token_budget: 40,
       ignore_eos: true,
       include_stop_str_in_output: true,
     };

@@ -229,6 +229,7 @@ export interface CreateFrame extends Continuation, ToolFields {
   readonly repetition_penalty?: number;
   readonly stop?: readonly string[];
   readonly min_tokens?: number;
+  readonly thinking_token_budget?: number;
   readonly logit_bias?: Readonly<Record<string, number>>;
   readonly bad_words?: readonly string[];
   readonly allowed_token_ids?: readonly number[];

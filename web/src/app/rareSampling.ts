@@ -10,6 +10,7 @@ export type EarlyStopping = "estimate" | "first" | "never";
 
 export interface RareSampling {
   readonly minTokens: number;
+  readonly reasoningTokens: number; // at most; 0: no limit
   readonly tokenBias: readonly TokenBias[];
   readonly badWords: string; // one per line
   readonly allowedTokens: string; // token ids; "": all
@@ -24,6 +25,7 @@ export interface RareSampling {
 
 export const DEFAULT_RARE: RareSampling = {
   minTokens: 0,
+  reasoningTokens: 0,
   tokenBias: [],
   badWords: "",
   allowedTokens: "",
@@ -111,6 +113,7 @@ export function parseRare(value: unknown): RareSampling {
   const text = (name: keyof RareSampling): string => (typeof given[name] === "string" ? given[name] : "");
   return {
     minTokens: Math.round(number("minTokens", 0, MAX_TOKEN_ID)),
+    reasoningTokens: Math.round(number("reasoningTokens", 0, MAX_TOKEN_ID)),
     tokenBias: (Array.isArray(given.tokenBias) ? given.tokenBias : []).flatMap(parseBias).slice(0, MAX_BIASED_TOKENS),
     badWords: text("badWords"),
     allowedTokens: text("allowedTokens"),

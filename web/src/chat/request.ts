@@ -102,6 +102,7 @@ type Fields = Pick<
   | "repetition_penalty"
   | "stop"
   | "min_tokens"
+  | "thinking_token_budget"
   | "logit_bias"
   | "bad_words"
   | "allowed_token_ids"
@@ -139,6 +140,7 @@ function rareFields(settings: Sampling): Fields {
   const stops = checkStopTokens(settings).value;
   return {
     ...(minTokens > 0 && minTokensError(settings, settings.maxTokens) === null ? { min_tokens: minTokens } : {}),
+    ...(settings.reasoningTokens > 0 ? { thinking_token_budget: settings.reasoningTokens } : {}),
     ...(settings.tokenBias.length > 0 ? { logit_bias: biasFields(settings) } : {}),
     ...(badWords.length > 0 ? { bad_words: badWords } : {}),
     ...(allowed.length > 0 ? { allowed_token_ids: allowed } : {}),

@@ -55,6 +55,7 @@ export class Turn {
   /** Settings of the request; null if this page did not send it. */
   sent: { readonly settings: Sampling; readonly instructions: string } | null = null;
   stopRequested = false;
+  isTooLong = false; // the prompt does not fit the context: the same request would be refused again
   isSteered = false; // stopped in order to go on with another message
   private readonly candidateByOutput = new Map<number, number>(); // output_index of a message -> candidate
   private readonly reasoningByOutput = new Map<number, number>(); // output_index of reasoning -> candidate
@@ -188,6 +189,7 @@ export class Turn {
         this.fail(frame.response.error?.message ?? "The answer failed.", batcher);
         break;
       case "error":
+        this.isTooLong = frame.error.code === "context_length_exceeded";
         this.fail(frame.error.message, batcher);
         break;
       default:

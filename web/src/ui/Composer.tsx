@@ -63,6 +63,7 @@ export function Composer() {
     text.value = "";
     if (queue) chat.enqueue(message, files);
     else chat.send(message, {}, files);
+    focusComposer(); // the pressed button may go
   };
   const onPaste = (event: ClipboardEvent) => {
     const pasted = event.clipboardData?.getData("text/plain") ?? "";
@@ -202,7 +203,7 @@ function QueuedMessages() {
   const queued = thread.queued.value;
   if (queued.length === 0) return null;
   return (
-    <ul class="queued" aria-label="Queued messages">
+    <ul class="queued" aria-label="Queued messages" onClick={() => focusComposer()}>
       {queued.map((message) => (
         <li key={message} class="chip">
           <span class="queued-text" dir="auto">

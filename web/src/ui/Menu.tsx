@@ -21,7 +21,8 @@ interface MenuProps {
   readonly note?: string | undefined; // text above the entries
 }
 
-const MARGIN_PX = 8;
+const MARGIN_PX = 8; // of the window
+const GAP_PX = 4;
 
 export function MenuButton({ label, items, children, class: name = "tool", note }: MenuProps) {
   const id = useId();
@@ -36,7 +37,7 @@ export function MenuButton({ label, items, children, class: name = "tool", note 
 
   const onToggle = () => {
     if (!open.value || !button.current || !menu.current) return;
-    positionMenu(menu.current, button.current);
+    placeNextTo(menu.current, button.current.getBoundingClientRect());
     if (!menu.current.contains(document.activeElement)) focus(0);
   };
   const onBeforeToggle = (event: { readonly newState: string }) => {
@@ -120,12 +121,11 @@ export function MenuButton({ label, items, children, class: name = "tool", note 
   );
 }
 
-/** Place the menu below the button, or above it if there is no room; always inside the window. */
-function positionMenu(menu: HTMLElement, button: HTMLElement): void {
-  const anchor = button.getBoundingClientRect();
-  const { width, height } = menu.getBoundingClientRect();
-  const below = anchor.bottom + height + MARGIN_PX < innerHeight;
-  const top = below ? anchor.bottom + 4 : Math.max(MARGIN_PX, anchor.top - height - 4);
-  menu.style.top = `${top}px`;
-  menu.style.left = `${Math.max(MARGIN_PX, Math.min(anchor.left, innerWidth - width - MARGIN_PX))}px`;
+/** Place a box of fixed position below `anchor`, or above it if there is no room; always inside the window. */
+export function placeNextTo(box: HTMLElement, anchor: DOMRect): void {
+  const { width, height } = box.getBoundingClientRect();
+  const below = anchor.bottom + GAP_PX;
+  const top = below + height + MARGIN_PX <= innerHeight ? below : anchor.top - GAP_PX - height;
+  box.style.top = `${Math.max(MARGIN_PX, top)}px`;
+  box.style.left = `${Math.max(MARGIN_PX, Math.min(anchor.left, innerWidth - width - MARGIN_PX))}px`;
 }

@@ -54,6 +54,13 @@ export function RareSettings() {
         onValue={(value) => setSampling({ minTokens: value ?? 0 })}
       />
       <Problem error={minTokensError(settings, settings.maxTokens)} />
+      <NumberField
+        label="Max reasoning tokens"
+        placeholder="no limit"
+        max={MAX_TOKEN_ID}
+        value={settings.reasoningTokens || null}
+        onValue={(value) => setSampling({ reasoningTokens: value ?? 0 })}
+      />
       <label class="check">
         <input
           type="checkbox"

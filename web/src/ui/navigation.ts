@@ -128,7 +128,11 @@ export function isTouch(): boolean {
   return matchMedia("(pointer: coarse)").matches;
 }
 
-/** Focus the message box; on a touch screen its keyboard would cover the conversation, unless that is `wanted`. */
+/**
+ * Focus the message box; on a touch screen the messages, as its keyboard would cover the conversation, unless that is
+ * `wanted`. Call it when the element with the focus goes.
+ */
 export function focusComposer(wanted = false): void {
-  if (wanted || matchMedia("(pointer: fine)").matches) document.getElementById("composer")?.focus();
+  const isAllowed = wanted || matchMedia("(pointer: fine)").matches || document.activeElement?.id === "composer";
+  document.querySelector<HTMLElement>(isAllowed ? "#composer" : ".thread-scroll")?.focus();
 }

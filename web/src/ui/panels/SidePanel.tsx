@@ -56,7 +56,7 @@ export function SidePanel() {
           <Close />
         </button>
       </header>
-      <div class="side-content" role="tabpanel" id="side-content" aria-labelledby={`tab-${shown}`} tabIndex={-1}>
+      <div class="side-content" role="tabpanel" id="side-content" aria-labelledby={`tab-${shown}`} tabIndex={0}>
         <Content />
       </div>
     </aside>

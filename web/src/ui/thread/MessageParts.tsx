@@ -47,6 +47,7 @@ export function Reasoning({ message, turn }: { message: Message; turn: Turn | un
   const open = useSignal(false); // a folded text is not drawn
   const isEmpty = useComputed(() => message.text.value === ""); // not the text itself, which changes with every frame
   const tokens = turn?.usage.value?.reasoningTokens ?? 0;
+  const budget = turn?.sent?.settings.reasoningTokens ?? 0; // as requested by this page
   if (text === "" && tokens === 0) return null;
   const isReasoning = isEmpty.value && ["waiting", "streaming"].includes(message.status.value);
   return (
@@ -59,6 +60,7 @@ export function Reasoning({ message, turn }: { message: Message; turn: Turn | un
     >
       <summary>
         {isReasoning ? "Reasoning…" : "Reasoning"}, {reasoningLength(text, turn?.candidates.length === 1 ? tokens : 0)}
+        {budget > 0 && ` of at most ${budget.toLocaleString("en")} tokens`}
       </summary>
       <div class="reasoning-text">{open.value && <MarkdownText message={message} source={message.reasoning} />}</div>
     </details>
@@ -132,11 +134,23 @@ export function Ending({ message, alone = false }: { message: Message; alone?: b
   return (
     <div class="ending ending-error" role="alert">
       <span>{message.error.value}</span>
-      <button type="button" class="button" onClick={() => chat.regenerate(message)}>
-        Try again
-      </button>
+      {chat.thread.value.turnOf(message)?.isTooLong ? (
+        <button type="button" class="button" onClick={editQuestion}>
+          Edit
+        </button>
+      ) : (
+        <button type="button" class="button" onClick={() => chat.regenerate(message)}>
+          Try again
+        </button>
+      )}
     </div>
   );
+}
+
+/** Open the editor of the message above the clicked row. */
+function editQuestion({ currentTarget }: MouseEvent): void {
+  const above = (currentTarget as Element).closest(".row")?.previousElementSibling;
+  above?.querySelector<HTMLElement>(".tool-edit")?.click();
 }
 
 // `< 2/3 >`: switch between the versions of a message.

@@ -46,7 +46,9 @@ export function ThreadView() {
         onScroll={() => scroll.onScroll()}
         onFocusIn={(event) => scroll.onFocusMoved(event.target)}
         onFocusOut={(event) => scroll.onFocusMoved(event.relatedTarget)}
-        tabIndex={-1}
+        role="region"
+        aria-label="Messages"
+        tabIndex={0} // scrolled by key, also while nothing in it can have the focus
       >
         <div class="thread" ref={inner}>
           {path.length === 0 ? <EmptyThread /> : <Rows path={path} scroll={scroll} />}

@@ -14,6 +14,7 @@ import {
 } from "../../chat/tokenFork";
 import { useChat } from "../context";
 import { Close, Left, Right } from "../icons";
+import { placeNextTo } from "../Menu";
 import { focusComposer } from "../navigation";
 import "./token-view.css";
 
@@ -209,7 +210,6 @@ function tokenLabel(span: TokenSpan): string {
 
 // -- Alternatives at the selected token, most likely first; choosing one creates a branch
 
-const GAP_PX = 8;
 const CONTEXT_CHARS = 28;
 
 /** Popover at the selected token, if any; a child of the page, so that no container clips it. */
@@ -369,11 +369,7 @@ function positionPopover(box: HTMLElement | null, anchor: DOMRect | null, dismis
     dismiss();
     return;
   }
-  const { width, height } = box.getBoundingClientRect();
-  const below = anchor.bottom + GAP_PX;
-  const top = below + height <= innerHeight ? below : anchor.top - GAP_PX - height;
-  box.style.left = `${Math.max(GAP_PX, Math.min(anchor.left, innerWidth - width - GAP_PX))}px`;
-  box.style.top = `${Math.max(GAP_PX, top)}px`;
+  placeNextTo(box, anchor);
 }
 
 function moveFocus(box: HTMLElement | null, by: number): void {
