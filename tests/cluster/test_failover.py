@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import redis
 
-from chatcache.cluster import bus, records, remote_engine, remote_worker
-from chatcache.cluster.records import RequestRecord, records_key
+from chatcache.cluster import bus, remote_engine, remote_worker, takeover
+from chatcache.cluster.placed_requests import MAX_LOST_WORKERS, RequestRecord
 from chatcache.cluster.remote_engine import RemoteEngine
-from chatcache.cluster.remote_worker import MAX_LOST_WORKERS, RemoteWorker
+from chatcache.cluster.remote_worker import RemoteWorker
+from chatcache.cluster.takeover import Takeover, records_key
 from chatcache.cluster.worker_host import WorkerHost
 from chatcache.types.events import Failed, Finished
 from chatcache.types.stats import PackedPrompt
@@ -224,14 +225,14 @@ def own(gateway: Gateway, *names: str) -> None:
     async def owns(name: str) -> bool:
         return name in names
 
-    gateway.engine.owns = owns
+    gateway.engine.recorder.owns = owns
 
 
 async def test_gateway_continues_a_request_whose_record_was_lost(server: RedisServer) -> None:
     async with worker(server, "a"), gateways(server) as (first, _):
         for name in ("r", "ended elsewhere"):
             await first.engine.submit(chat_request(name, 400))
-            await first.engine.record(name, b"data")
+            await first.engine.recorder.record(name, b"data")
         own(first, "r")
         await until_sent(first.engine, "r", 20)
         server.admin.delete(records_key(first.engine.id), bus.gateway_key(first.engine.id))
@@ -248,7 +249,7 @@ async def test_gateway_continues_a_request_whose_record_was_lost(server: RedisSe
 async def test_gateway_keeps_its_requests_if_the_answer_to_the_move_of_their_records_is_lost(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take, num_takes = records.take_records, 0
+    take, num_takes = takeover.take_records, 0
 
     async def lose_answer(client: Any, old: str, new: str) -> list[RequestRecord]:
         nonlocal num_takes
@@ -259,11 +260,11 @@ async def test_gateway_keeps_its_requests_if_the_answer_to_the_move_of_their_rec
         return found
 
     async with worker(server, "a"), gateways(server) as (first, second):
-        second.engine.on_adopt = None
+        second.engine.recorder.on_adopt = None
         await first.engine.submit(chat_request("r", 400))
-        await first.engine.record("r", b"data")
+        await first.engine.recorder.record("r", b"data")
         own(first)
-        monkeypatch.setattr(records, "take_records", lose_answer)
+        monkeypatch.setattr(takeover, "take_records", lose_answer)
         server.admin.delete(bus.gateway_key(first.engine.id))
         async with asyncio.timeout(LIMIT_S):
             assert tokens_of(await collect(first.engine, "r")) == expected_tokens((5,), 400)
@@ -274,7 +275,7 @@ async def test_request_is_sent_to_another_worker_only_when_its_record_names_that
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gateway that takes it over would not find the events of that worker."""
-    write, num_failures, is_failing = records.write_records, 0, True
+    write, num_failures, is_failing = takeover.write_records, 0, True
 
     async def write_later(client: Any, name: str, found: Iterable[RequestRecord]) -> None:
         nonlocal num_failures
@@ -285,10 +286,10 @@ async def test_request_is_sent_to_another_worker_only_when_its_record_names_that
 
     async with worker(server, "a") as one, worker(server, "b") as other, gateways(server, 2) as (first, _):
         await first.engine.submit(chat_request("r", 400))
-        await first.engine.record("r", b"data")
+        await first.engine.recorder.record("r", b"data")
         await until_sent(first.engine, "r", 20)
         lost, kept = (one, other) if one.host.num_requests else (other, one)
-        monkeypatch.setattr(records, "write_records", write_later)
+        monkeypatch.setattr(takeover, "write_records", write_later)
         await lost.cut_off()
 
         async def condition() -> bool:
@@ -305,7 +306,7 @@ async def test_request_is_sent_to_another_worker_only_when_its_record_names_that
 async def test_requests_are_taken_over_although_the_answer_is_lost(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, error: type[redis.RedisError]
 ) -> None:
-    take, has_failed = records.take_records, False
+    take, has_failed = takeover.take_records, False
 
     async def lose_answer(client: Any, old: str, new: str) -> list[RequestRecord]:
         nonlocal has_failed
@@ -317,8 +318,8 @@ async def test_requests_are_taken_over_although_the_answer_is_lost(
 
     async with worker(server, "a"), gateways(server) as (first, second):
         await first.engine.submit(chat_request("r", 400))
-        await first.engine.record("r", b"data")
-        monkeypatch.setattr(records, "take_records", lose_answer)
+        await first.engine.recorder.record("r", b"data")
+        monkeypatch.setattr(takeover, "take_records", lose_answer)
         await first.kill()
         await until_adopted(second, 1)
         async with asyncio.timeout(LIMIT_S):
@@ -329,10 +330,10 @@ async def test_requests_are_taken_over_although_the_answer_is_lost(
 async def test_deleted_record_that_is_back_is_deleted_again(server: RedisServer) -> None:
     async with worker(server, "a"), gateways(server) as (first, _):
         await first.engine.submit(chat_request("r", 20))
-        await first.engine.record("r", b"data")
+        await first.engine.recorder.record("r", b"data")
         record = server.admin.hget(records_key(first.engine.id), "r")
         await collect(first.engine, "r")
-        first.engine.discard_record("r")
+        first.engine.recorder.discard_record("r")
 
         async def condition() -> bool:
             return not server.admin.hexists(records_key(first.engine.id), "r")
@@ -343,26 +344,26 @@ async def test_deleted_record_that_is_back_is_deleted_again(server: RedisServer)
         first.engine._records.are_uncertain = True
         await until_adopted(first, 1)
         await until(condition)
-        assert not first.engine.num_adopted
+        assert not first.engine.recorder.num_adopted
 
 
 async def test_gateways_that_lost_their_leases_in_an_outage_keep_their_requests(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one takes longer to come back than the second one needs to find that it has no lease."""
-    keep = RemoteEngine._keep_own_requests
+    change_id = Takeover.change_id
 
     async with worker(server, "a"), gateways(server) as (first, second):
 
-        async def keep_late(self: RemoteEngine, old: str) -> None:
-            if self is first.engine:
+        async def change_id_late(self: Takeover, gateway: str) -> None:
+            if self is first.engine.recorder:
                 await asyncio.sleep(0.5)
-            await keep(self, old)
+            await change_id(self, gateway)
 
-        monkeypatch.setattr(RemoteEngine, "_keep_own_requests", keep_late)
+        monkeypatch.setattr(Takeover, "change_id", change_id_late)
         old_id = first.engine.id
         await first.engine.submit(chat_request("r", 700))
-        await first.engine.record("r", b"data")
+        await first.engine.recorder.record("r", b"data")
         await until_sent(first.engine, "r", 20)
         server.signal(signal.SIGSTOP)
         await asyncio.sleep(bus.LEASE_S + bus.BLOCK_S + bus.TIMEOUT_S)
