@@ -225,11 +225,12 @@ class RemoteEngine:
             while await lease.renew(b"1"):  # noqa: ASYNC110 - time is what matters
                 await asyncio.sleep(bus.RENEW_S)
             log.error("the lease of this gateway expired: its requests are resumed")
+            self._has_lease.clear()
 
     async def _watch_workers(self) -> None:
         """Connect to workers that hold a lease, and move the requests of those that do not any more."""
-        await self._has_lease.wait()
         while True:
+            await self._has_lease.wait()
             has_answered = False
             with bus.ignore_outages():
                 await self._update_workers()

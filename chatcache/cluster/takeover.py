@@ -93,8 +93,8 @@ def _decode_records(found: Mapping[bytes, bytes]) -> list[RequestRecord]:
 class GatewayRecords:
     """The records of one gateway.
 
-    `gateway`: its id on the bus. `names`: ids of the requests that have one, or will have one when the bus answers.
-    `are_uncertain`: the bus may have other records of this gateway since an outage.
+    `gateway`: its id on the bus, empty while they move to another one. `names`: ids of the requests that have one, or
+    will have one when the bus answers. `are_uncertain`: the bus may have other records of this gateway since an outage.
     """
 
     def __init__(self, client: bus.Client) -> None:
@@ -107,10 +107,11 @@ class GatewayRecords:
     async def write(self, records: Sequence[RequestRecord]) -> bool:
         """Store records, and return whether the bus has answered; otherwise `restore` stores them."""
         self.names.update(record.request.request_id for record in records)
-        with bus.ignore_outages():
-            async with asyncio.timeout(bus.TIMEOUT_S):
-                await write_records(self._client, self.gateway, records)
-            return True
+        if self.gateway:
+            with bus.ignore_outages():
+                async with asyncio.timeout(bus.TIMEOUT_S):
+                    await write_records(self._client, self.gateway, records)
+                return True
         self.are_uncertain = True
         return False
 
@@ -139,10 +140,14 @@ class GatewayRecords:
     async def restore(self, present: Sequence[RequestRecord]) -> list[RequestRecord]:
         """Store the `present` records again, and return the others that the bus has of this gateway.
 
-        It has taken these over without having received them, or has deleted them. Raises: an error of `bus.OUTAGES`.
+        It has taken these over without having received them, or has deleted them. Without its lease, another gateway
+        may have taken the present ones: nothing is stored. Raises: an error of `bus.OUTAGES`.
         """
-        await write_records(self._client, self.gateway, present)
-        found = _decode_records(await self._client.hgetall(records_key(self.gateway)))
+        gateway = self.gateway
+        if not await bus.alive(self._client, [gateway]):
+            return []
+        await write_records(self._client, gateway, present)
+        found = _decode_records(await self._client.hgetall(records_key(gateway)))
         self.are_uncertain = False
         others = [record for record in found if record.request.request_id not in self.names | self._discarded]
         self.names.update(record.request.request_id for record in others)
@@ -154,9 +159,7 @@ class GatewayRecords:
         Another gateway has taken their records. If no gateway has a record, the other one has ended the request, or
         Redis has lost the record: `owns` decides, without it they are lost. Waits through outages.
         """
-        old, self.gateway = self.gateway, gateway
-        if not old:
-            return set()
+        old, self.gateway = self.gateway, ""
 
         async def move() -> tuple[set[str], set[str]]:
             await take_records(self._client, old, gateway)
@@ -166,10 +169,11 @@ class GatewayRecords:
                 taken |= missing & await self._names_of(other.decode())
             return missing, taken
 
-        missing, taken = await bus.retry(move)
+        missing, taken = await bus.retry(move) if old else (set(), set())
         lost = taken | {name for name in missing - taken if owns is None or not await owns(name)}
         self.names -= lost
-        self.are_uncertain = True  # those that Redis has lost are stored again
+        self.are_uncertain = bool(old)  # those that Redis has lost are stored again
+        self.gateway = gateway
         return lost
 
     async def _names_of(self, gateway: str) -> set[str]:
@@ -314,7 +318,7 @@ class Takeover:
         if self.on_adopt is None or had_outage:
             return
         for gateway in await find_orphaned(self._client):
-            if gateway != self._records.gateway and (records := await self._records.take(gateway)):
+            if self._records.gateway not in ("", gateway) and (records := await self._records.take(gateway)):
                 log.warning("gateway %s has ended: %d of its requests are taken over", gateway, len(records))
                 self._start(records)
 
@@ -348,7 +352,10 @@ class Takeover:
                 log.exception("request %s cannot be taken over", placed.id)
                 is_continued = False
             self.num_adopted += is_continued
-            if not is_continued:
+            if not is_continued and self.on_adopt is None:  # this gateway drains: the next one takes the request over
+                self._requests.forget(placed)
+                self._requests.client.drop_log(placed.id)
+            elif not is_continued:
                 self._requests.give_up(placed)
                 self.discard_record(placed.id)
 
@@ -368,6 +375,9 @@ class Takeover:
             await asyncio.sleep(_ADOPT_POLL_S)
             if asyncio.get_running_loop().time() > deadline:
                 break
+        for _, placed in adopted:
+            if not placed.is_answered:
+                placed.worker = None  # an answer after the outbox was read would leave a gap before its events
         return adopted
 
     async def _continue(self, placed: PlacedRequest, data: bytes, items: Sequence[Item] | None) -> bool:

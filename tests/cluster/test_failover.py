@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +16,7 @@ from chatcache.cluster import bus, remote_engine, remote_worker, takeover
 from chatcache.cluster.placed_requests import MAX_LOST_WORKERS, RequestRecord
 from chatcache.cluster.remote_engine import RemoteEngine
 from chatcache.cluster.remote_worker import RemoteWorker
-from chatcache.cluster.takeover import Takeover, records_key
+from chatcache.cluster.takeover import GatewayRecords, Takeover, records_key
 from chatcache.cluster.worker_host import WorkerHost
 from chatcache.types.events import Failed, Finished
 from chatcache.types.stats import PackedPrompt
@@ -244,6 +245,53 @@ async def test_gateway_continues_a_request_whose_record_was_lost(server: RedisSe
         assert first.lost == ["ended elsewhere"]
         async with asyncio.timeout(LIMIT_S):
             assert tokens_of(await collect(first.engine, "r")) == expected_tokens((5,), 400)
+
+
+@pytest.mark.parametrize("late", ["renewal", "move"])
+async def test_gateway_without_lease_does_not_restore_records_that_another_has_taken(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """It was cut off. `late`: it restores its records before that, which shows what it has lost."""
+    restored = asyncio.Event()
+    renew, restore, take = bus.Lease.renew, GatewayRecords.restore, takeover.take_records
+
+    async with worker(server, "a"), gateways(server) as (first, second):
+        second.engine.recorder.on_adopt = None
+        old_id = first.engine.id
+
+        async def renew_late(self: bus.Lease, value: bytes) -> bool:
+            if late == "renewal" and self._key == bus.gateway_key(old_id):
+                await restored.wait()
+            return await renew(self, value)
+
+        async def take_late(client: Any, old: str, new: str) -> list[RequestRecord]:
+            if late == "move" and old == old_id:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(restored.wait(), bus.LEASE_S / 2)
+            return await take(client, old, new)
+
+        async def restore_and_report(self: GatewayRecords, present: Sequence[RequestRecord]) -> list[RequestRecord]:
+            found = await restore(self, present)
+            if self is first.engine._records:
+                restored.set()
+            return found
+
+        await first.engine.submit(chat_request("r", MANY_TOKENS))
+        await first.engine.recorder.record("r", b"data")
+        await until_sent(first.engine, "r", 5)
+        await take(second.engine._redis, old_id, second.engine.id)
+        server.admin.delete(bus.gateway_key(old_id))
+        monkeypatch.setattr(bus.Lease, "renew", renew_late)
+        monkeypatch.setattr(takeover, "take_records", take_late)
+        monkeypatch.setattr(GatewayRecords, "restore", restore_and_report)
+        first.engine._records.are_uncertain = True
+
+        async def condition() -> bool:
+            return any(each.gateway == first.engine.id != old_id for each in first.engine._workers.values())
+
+        await until(condition)
+        assert first.lost == ["r"]
+        assert not server.admin.hexists(records_key(first.engine.id), "r")
 
 
 async def test_gateway_keeps_its_requests_if_the_answer_to_the_move_of_their_records_is_lost(

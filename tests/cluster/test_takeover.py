@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
 
-from chatcache.cluster import bus, remote_engine, worker_host
-from chatcache.cluster.placed_requests import Attempt, RequestRecord
+from chatcache.cluster import bus, remote_engine, takeover, worker_host
+from chatcache.cluster.placed_requests import Attempt, PlacedRequest, PlacedRequests, RequestRecord
 from chatcache.cluster.remote_engine import RemoteEngine
 from chatcache.cluster.takeover import RECORDED, history, read_outboxes, records_key, take_records, write_records
 from chatcache.engine_process.protocol import Answer, Events, Notice, encode_error
@@ -49,11 +50,14 @@ class Gateway:
         self.num_events: dict[str, int] = {}
         self.lost: list[str] = []
         self.accepts = True
+        self.drains = False
 
     async def _adopt(self, request: GenerateRequest, data: bytes, num_events: int) -> bool:
         self.adopted[request.request_id] = data
         self.num_events[request.request_id] = num_events
-        return self.accepts
+        if self.drains:
+            self.engine.recorder.on_adopt = None
+        return self.accepts and not self.drains
 
     async def kill(self) -> None:
         """End without telling anyone: the lease expires."""
@@ -234,6 +238,55 @@ async def test_killed_engine_of_the_worker_changes_nothing_for_the_gateway_that_
         await first.kill()
         await until_adopted(second, 1)
         assert tokens_of(await collect(second.engine, "r")) == expected_tokens((5,), 400)
+
+
+@pytest.mark.slow
+async def test_gateway_that_drains_leaves_what_it_is_taking_over_to_another_one(server: RedisServer) -> None:
+    async with worker(server, "a"), gateways(server) as (first, second):
+        third = Gateway(server, "three")
+        third.engine.recorder.on_adopt = None
+        second.drains = True
+        async with third.engine:
+            await first.engine.submit(chat_request("r", 900))
+            await first.engine.recorder.record("r", b"")
+            await until_sent(first.engine, "r", 100)
+            await first.kill()
+            await until_adopted(second, 1)
+            assert not second.engine.recorder.num_adopted
+            third.engine.recorder.on_adopt = third._adopt
+            await second.kill()
+            async with asyncio.timeout(30):
+                await until_adopted(third, 1)
+                assert tokens_of(await collect(third.engine, "r")) == expected_tokens((5,), 900)
+
+
+@pytest.mark.slow
+async def test_worker_that_answers_late_leaves_no_gap_in_an_adopted_request(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it sends to the gateway that has ended, after the outbox was read, is not missing."""
+    adopt, read = PlacedRequests.adopt, takeover.read_outboxes
+
+    def adopt_late(self: PlacedRequests, placed: PlacedRequest, gateway: str) -> None:
+        asyncio.get_running_loop().call_later(0.3, adopt, self, placed, gateway)
+
+    async def read_and_wait(client: Any, records: Sequence[RequestRecord]) -> Any:
+        found = await read(client, records)
+        await asyncio.sleep(0.6)
+        return found
+
+    monkeypatch.setattr(takeover, "ADOPT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(PlacedRequests, "adopt", adopt_late)
+    monkeypatch.setattr(takeover, "read_outboxes", read_and_wait)
+    async with worker(server, "a"), gateways(server) as (first, second):
+        await first.engine.submit(chat_request("r", 1500))
+        await first.engine.recorder.record("r", b"")
+        await until_sent(first.engine, "r", 20)
+        await first.kill()
+        async with asyncio.timeout(30):
+            await until_adopted(second, 1)
+            assert tokens_of(await collect(second.engine, "r")) == expected_tokens((5,), 1500)
+        assert second.engine.num_moved == 1
 
 
 async def test_records_have_one_owner_and_unreadable_ones_are_skipped(server: RedisServer) -> None:
