@@ -265,6 +265,8 @@ class PlacedRequests:
         for placed in [each for each in self if each.worker is None and each.held is None]:
             if (worker := self._choose(placed)) is not None:
                 placing.append((placed, worker, self._reserve(placed, worker)))
+            else:
+                placed.refused_by.clear()  # these workers may have room next time
         records = [placed.to_record() for placed, _, _ in placing if placed.needs_new_record]
         is_recorded = not records or await self._write_records(records)
         for placed, worker, num_new in placing:
@@ -348,17 +350,20 @@ class PlacedRequests:
             self._end(placed, decode_error(error))
 
     def _place_elsewhere(self, placed: PlacedRequest, worker: RemoteWorker) -> bool:
-        """Send a request that a worker has no room for to another one; return whether there is one.
+        """Send a request that a worker has no room for to another one; return False if there is none.
 
-        A request with a record waits until `place_waiting` has written it.
+        A request with a record waits until `place_waiting` has written it. One that was aborted ends.
         """
         placed.refused_by.add(worker.id)
+        placed.worker = None
+        self._router.release(placed.routed)
+        if placed.is_aborted:
+            self._abort_waiting(placed)
+            return True
         other = self._choose(placed)
         if other is None:
             return False
-        if placed.needs_new_record:
-            placed.worker = None
-        else:
+        if not placed.needs_new_record:
             self._submit_to(placed, other, self._reserve(placed, other))
         return True
 
@@ -438,8 +443,6 @@ class PlacedRequests:
     def replay(self, placed: PlacedRequest, items: Sequence[Item]) -> None:
         """Repeat all that was sent of a request, and what was held meanwhile; then resume it if no worker runs it."""
         held, placed.held = placed.held or [], None
-        if not placed.is_answered:
-            placed.worker = None
         for item in (*items, *held):
             self._apply(placed, item)
         if placed.worker is None and placed.id in self._by_id:
