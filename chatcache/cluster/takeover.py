@@ -7,7 +7,7 @@ A record is in the hash of one gateway at a time: that gateway owns the request.
 record. They are in the outboxes of the workers that ran it, and `Attempt` says where. So a gateway that takes the
 request over reads the same events, in the same batches, as the one before.
 
-    find_orphaned -> take_records -> Adopt to the worker -> read_outboxes, history -> replay -> on_adopt
+    lease gone -> take_records -> Adopt to the worker -> read_outboxes, history -> replay -> on_adopt
 
 Nothing is taken over while the bus has just been away, when the leases of gateways expired that have not ended.
 
@@ -54,12 +54,6 @@ async def write_records(client: bus.Client, gateway: str, records: Iterable[Requ
             pipe.hset(records_key(gateway), mapping=encoded)
             pipe.sadd(RECORDED, gateway)
             await pipe.execute()
-
-
-async def find_orphaned(client: bus.Client) -> list[str]:
-    """Return the gateways that have records and no lease any more. Raises: an error of `bus.OUTAGES`."""
-    recorded = {name.decode() for name in await client.smembers(RECORDED)}
-    return sorted(recorded - await bus.alive(client, recorded))
 
 
 async def take_records(client: bus.Client, old: str, new: str) -> list[RequestRecord]:
@@ -178,12 +172,6 @@ class GatewayRecords:
 
     async def _names_of(self, gateway: str) -> set[str]:
         return {name.decode() for name in await self._client.hkeys(records_key(gateway))}
-
-
-async def keep_outboxes(client: bus.Client, workers: Iterable[str]) -> None:
-    """Keep the outboxes of workers that have ended from expiring soon. Raises: an error of `bus.OUTAGES`."""
-    for worker in workers:
-        await client.pexpire(bus.outbox(worker), int(bus.RETAIN_S * 1000))
 
 
 async def read_outboxes(client: bus.Client, records: Sequence[RequestRecord]) -> dict[str, list[GatewayNotice] | None]:
@@ -311,13 +299,15 @@ class Takeover:
         """
         await self._records.delete_discarded()
         if self._records.are_uncertain:
-            recorded = [placed.to_record() for placed in self._requests if placed.id in self._records.names]
-            self._start(await self._records.restore(recorded))
+            present = [placed.to_record() for placed in self._requests if placed.id in self._records.names]
+            self._start(await self._records.restore(present))
         used = {each.worker for placed in self._requests if placed.data for each in placed.attempts}
-        await keep_outboxes(self._client, used.difference(workers))
+        for worker in used.difference(workers):  # which have ended
+            await self._client.pexpire(bus.outbox(worker), int(bus.RETAIN_S * 1000))
         if self.on_adopt is None or had_outage:
             return
-        for gateway in await find_orphaned(self._client):
+        recorded = {name.decode() for name in await self._client.smembers(RECORDED)}
+        for gateway in sorted(recorded - await bus.alive(self._client, recorded)):
             if self._records.gateway not in ("", gateway) and (records := await self._records.take(gateway)):
                 log.warning("gateway %s has ended: %d of its requests are taken over", gateway, len(records))
                 self._start(records)
