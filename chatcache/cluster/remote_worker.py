@@ -1,4 +1,4 @@
-"""One engine worker on the bus as a gateway sees it, a request that it runs, and sums over several workers."""
+"""One engine worker on the bus as a gateway sees it, and sums over several workers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from chatcache.cluster import bus
-from chatcache.cluster.records import Attempt, Item, RequestRecord
-from chatcache.cluster.request_router import RoutedRequest
 from chatcache.engine_process.client import EngineClientBase
 from chatcache.engine_process.protocol import (
     FRAME_HEADER_BYTES,
@@ -23,18 +20,11 @@ from chatcache.engine_process.protocol import (
     decode_notice,
     encode,
 )
-from chatcache.engine_process.recovery import RequestJournal
-from chatcache.errors import (
-    ChatcacheError,
-    InvalidRequestError,
-    OverloadedError,
-    RequestPoisonedError,
-)
+from chatcache.errors import InvalidRequestError, OverloadedError
 from chatcache.types.stats import Durations, EngineHealth, Explanation, PageAccounts, PageMap, SlotUsage
 
 log = logging.getLogger(__name__)
 
-MAX_LOST_WORKERS = 3  # that a request has run on before it counts as the cause
 MAX_RENEWALS = 4  # of the worker's lease, until it has received what was sent before
 
 
@@ -153,70 +143,6 @@ class RemoteWorker:
                     log.error("notice %d of worker %s is invalid: %s", number, self.id, error)
                     self.is_lost = True
                     return
-
-
-@dataclass(slots=True, eq=False)
-class PlacedRequest:
-    """A request from its submit to its terminal event, and the worker that runs it (None: it waits for one).
-
-    `calls`: the number of its submit, and one for each worker that resumed it. `is_answered`: its worker has answered
-    the last of them; events before that answer are of an earlier submit to the same worker. `attempts` and `data`: see
-    `RequestRecord`; without data the request has no record. `held`: what its worker sends while what it has sent
-    before is read from the bus; None otherwise. It `is_recording` while the next worker is written to its record.
-    """
-
-    calls: list[int]
-    journal: RequestJournal
-    routed: RoutedRequest
-    worker: RemoteWorker | None = None
-    is_answered: bool = False
-    is_accepted: bool = False
-    is_aborted: bool = False
-    is_moved: bool = False
-    is_recording: bool = False
-    num_lost_workers: int = 0
-    numerics: str = ""
-    refused_by: set[str] = field(default_factory=set)
-    attempts: list[Attempt] = field(default_factory=list)
-    data: bytes | None = None
-    held: list[Item] | None = None
-
-    @property
-    def id(self) -> str:
-        return self.journal.request.request_id
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the request can be sent to a worker."""
-        return self.worker is None and self.held is None and not self.is_recording
-
-    @classmethod
-    def from_record(cls, record: RequestRecord, routed: RoutedRequest) -> PlacedRequest:
-        """Return the request of a record, whose events are held."""
-        return cls(
-            [],
-            RequestJournal(record.request),
-            routed,
-            is_accepted=True,
-            num_lost_workers=len({each.worker for each in record.attempts}) - 1,
-            numerics=record.numerics,
-            attempts=list(record.attempts),
-            data=record.data,
-            held=[],
-        )
-
-    def resume_error(self) -> ChatcacheError | None:
-        """Return why no other worker can resume the request; None if one can."""
-        if self.num_lost_workers >= MAX_LOST_WORKERS:
-            return RequestPoisonedError(f"{MAX_LOST_WORKERS} engine workers ended while they ran this request")
-        if self.journal.is_resumable:
-            return None
-        reason = "the engine worker ended; the record of this search is too long to continue it"
-        return OverloadedError(f"{reason}: send the request again", code="engine_unavailable")
-
-    def to_record(self) -> RequestRecord:
-        """Return what another gateway needs to take the request over."""
-        return RequestRecord(self.journal.request, tuple(self.attempts), self.numerics, self.data or b"")
 
 
 _SUMMED = ("kv_bytes", "state_bytes", "max_queued_requests", "max_queued_tokens", "owed_s")

@@ -364,6 +364,7 @@ class WorkerHost:
         )
         self._loads.add(gateway, running.num_new_tokens, running.num_branches)
         running.task = asyncio.create_task(self._run(running, command.request))
+        await asyncio.sleep(0)  # the engine has the request before an abort that follows
 
     async def _run(self, running: RunningRequest, request: GenerateRequest) -> None:
         """Run one request to its end, and send its answer and its events until it `is_aborted` by this worker."""

@@ -48,9 +48,8 @@ class ModelRunner(Protocol):
         ...
 
 
-@runtime_checkable
-class RecordingEngine(Protocol):
-    """An engine client whose requests another gateway can take over, from records that it leaves.
+class RequestRecorder(Protocol):
+    """Leaves records of requests, from which another gateway can take them over when this one has ended.
 
     `on_adopt` is called with a request of another gateway that has ended, the data of its record, and the number of its
     events so far; it returns whether this gateway continues it. `on_lost` is called with the id of a request that
@@ -73,6 +72,14 @@ class RecordingEngine(Protocol):
     def discard_record(self, request_id: str) -> None:
         """Delete the record of a request that needs no other gateway any more."""
         ...
+
+
+@runtime_checkable
+class RecordingEngine(Protocol):
+    """An engine client whose requests another gateway can take over."""
+
+    @property
+    def recorder(self) -> RequestRecorder: ...
 
 
 class EngineClient(Protocol):

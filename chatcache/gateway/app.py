@@ -96,7 +96,7 @@ def create_app(
                 lambda: gateway.loaded_model().tokenizer.token_bytes,
             )
             if isinstance(engine, RecordingEngine):
-                gateway.recorder, gateway.peers.waits_for_takeover = engine, True
+                gateway.recorder, gateway.peers.waits_for_takeover = engine.recorder, True
         await key_cache.open(opened.keys)
         metrics.tracer = tracer = open_tracer(lambda: gateway.model_name)
         loading = asyncio.create_task(_load(gateway, load_tokenizer, gateway.store))

@@ -19,7 +19,7 @@ from chatcache.conversations.prompt_history import PromptHistory
 from chatcache.conversations.replies.service import ChatService
 from chatcache.conversations.store import ConversationStore, StoreUnavailableError
 from chatcache.conversations.turns import ConversationPrompts, TurnService
-from chatcache.engine.protocols import EngineClient, RecordingEngine
+from chatcache.engine.protocols import EngineClient, RequestRecorder
 from chatcache.errors import ChatcacheError, NotFoundError, OverloadedError, UnsupportedParameterError
 from chatcache.gateway.api.idempotency import KeyLocks
 from chatcache.gateway.auth.keys import ApiKeyCache
@@ -140,8 +140,8 @@ class Gateway:
     """State of one application.
 
     `model` is None until the tokenizer is loaded; an empty `model_name` is then replaced by the engine's name. `peers`:
-    the other gateways of the store; None if it has one gateway only. `recorder`: the engine, if the other gateways can
-    take requests over.
+    the other gateways of the store; None if it has one gateway only. `recorder`: of the engine, if the other gateways
+    can take requests over.
     """
 
     config: ServerConfig
@@ -156,7 +156,7 @@ class Gateway:
     mcp_servers: McpServers
     store: ConversationStore | None = None
     peers: GatewayPeers | None = None
-    recorder: RecordingEngine | None = None
+    recorder: RequestRecorder | None = None
     model: Model | None = None
     load_error: str | None = None
     engine_seen_ready: bool = False

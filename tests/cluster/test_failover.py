@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import redis
 
-from chatcache.cluster import bus, records, remote_engine, remote_worker
-from chatcache.cluster.records import RequestRecord, records_key
+from chatcache.cluster import bus, remote_engine, remote_worker, takeover
+from chatcache.cluster.placed_requests import MAX_LOST_WORKERS, RequestRecord
 from chatcache.cluster.remote_engine import RemoteEngine
-from chatcache.cluster.remote_worker import MAX_LOST_WORKERS, RemoteWorker
+from chatcache.cluster.remote_worker import RemoteWorker
+from chatcache.cluster.takeover import GatewayRecords, Takeover, records_key
 from chatcache.cluster.worker_host import WorkerHost
 from chatcache.types.events import Failed, Finished
 from chatcache.types.stats import PackedPrompt
@@ -224,14 +226,14 @@ def own(gateway: Gateway, *names: str) -> None:
     async def owns(name: str) -> bool:
         return name in names
 
-    gateway.engine.owns = owns
+    gateway.engine.recorder.owns = owns
 
 
 async def test_gateway_continues_a_request_whose_record_was_lost(server: RedisServer) -> None:
     async with worker(server, "a"), gateways(server) as (first, _):
         for name in ("r", "ended elsewhere"):
             await first.engine.submit(chat_request(name, 400))
-            await first.engine.record(name, b"data")
+            await first.engine.recorder.record(name, b"data")
         own(first, "r")
         await until_sent(first.engine, "r", 20)
         server.admin.delete(records_key(first.engine.id), bus.gateway_key(first.engine.id))
@@ -245,10 +247,57 @@ async def test_gateway_continues_a_request_whose_record_was_lost(server: RedisSe
             assert tokens_of(await collect(first.engine, "r")) == expected_tokens((5,), 400)
 
 
+@pytest.mark.parametrize("late", ["renewal", "move"])
+async def test_gateway_without_lease_does_not_restore_records_that_another_has_taken(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """It was cut off. `late`: it restores its records before that, which shows what it has lost."""
+    restored = asyncio.Event()
+    renew, restore, take = bus.Lease.renew, GatewayRecords.restore, takeover.take_records
+
+    async with worker(server, "a"), gateways(server) as (first, second):
+        second.engine.recorder.on_adopt = None
+        old_id = first.engine.id
+
+        async def renew_late(self: bus.Lease, value: bytes) -> bool:
+            if late == "renewal" and self._key == bus.gateway_key(old_id):
+                await restored.wait()
+            return await renew(self, value)
+
+        async def take_late(client: Any, old: str, new: str) -> list[RequestRecord]:
+            if late == "move" and old == old_id:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(restored.wait(), bus.LEASE_S / 2)
+            return await take(client, old, new)
+
+        async def restore_and_report(self: GatewayRecords, present: Sequence[RequestRecord]) -> list[RequestRecord]:
+            found = await restore(self, present)
+            if self is first.engine._records:
+                restored.set()
+            return found
+
+        await first.engine.submit(chat_request("r", MANY_TOKENS))
+        await first.engine.recorder.record("r", b"data")
+        await until_sent(first.engine, "r", 5)
+        await take(second.engine._redis, old_id, second.engine.id)
+        server.admin.delete(bus.gateway_key(old_id))
+        monkeypatch.setattr(bus.Lease, "renew", renew_late)
+        monkeypatch.setattr(takeover, "take_records", take_late)
+        monkeypatch.setattr(GatewayRecords, "restore", restore_and_report)
+        first.engine._records.are_uncertain = True
+
+        async def condition() -> bool:
+            return any(each.gateway == first.engine.id != old_id for each in first.engine._workers.values())
+
+        await until(condition)
+        assert first.lost == ["r"]
+        assert not server.admin.hexists(records_key(first.engine.id), "r")
+
+
 async def test_gateway_keeps_its_requests_if_the_answer_to_the_move_of_their_records_is_lost(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take, num_takes = records.take_records, 0
+    take, num_takes = takeover.take_records, 0
 
     async def lose_answer(client: Any, old: str, new: str) -> list[RequestRecord]:
         nonlocal num_takes
@@ -259,11 +308,11 @@ async def test_gateway_keeps_its_requests_if_the_answer_to_the_move_of_their_rec
         return found
 
     async with worker(server, "a"), gateways(server) as (first, second):
-        second.engine.on_adopt = None
+        second.engine.recorder.on_adopt = None
         await first.engine.submit(chat_request("r", 400))
-        await first.engine.record("r", b"data")
+        await first.engine.recorder.record("r", b"data")
         own(first)
-        monkeypatch.setattr(records, "take_records", lose_answer)
+        monkeypatch.setattr(takeover, "take_records", lose_answer)
         server.admin.delete(bus.gateway_key(first.engine.id))
         async with asyncio.timeout(LIMIT_S):
             assert tokens_of(await collect(first.engine, "r")) == expected_tokens((5,), 400)
@@ -274,7 +323,7 @@ async def test_request_is_sent_to_another_worker_only_when_its_record_names_that
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gateway that takes it over would not find the events of that worker."""
-    write, num_failures, is_failing = records.write_records, 0, True
+    write, num_failures, is_failing = takeover.write_records, 0, True
 
     async def write_later(client: Any, name: str, found: Iterable[RequestRecord]) -> None:
         nonlocal num_failures
@@ -285,10 +334,10 @@ async def test_request_is_sent_to_another_worker_only_when_its_record_names_that
 
     async with worker(server, "a") as one, worker(server, "b") as other, gateways(server, 2) as (first, _):
         await first.engine.submit(chat_request("r", 400))
-        await first.engine.record("r", b"data")
+        await first.engine.recorder.record("r", b"data")
         await until_sent(first.engine, "r", 20)
         lost, kept = (one, other) if one.host.num_requests else (other, one)
-        monkeypatch.setattr(records, "write_records", write_later)
+        monkeypatch.setattr(takeover, "write_records", write_later)
         await lost.cut_off()
 
         async def condition() -> bool:
@@ -305,7 +354,7 @@ async def test_request_is_sent_to_another_worker_only_when_its_record_names_that
 async def test_requests_are_taken_over_although_the_answer_is_lost(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, error: type[redis.RedisError]
 ) -> None:
-    take, has_failed = records.take_records, False
+    take, has_failed = takeover.take_records, False
 
     async def lose_answer(client: Any, old: str, new: str) -> list[RequestRecord]:
         nonlocal has_failed
@@ -317,8 +366,8 @@ async def test_requests_are_taken_over_although_the_answer_is_lost(
 
     async with worker(server, "a"), gateways(server) as (first, second):
         await first.engine.submit(chat_request("r", 400))
-        await first.engine.record("r", b"data")
-        monkeypatch.setattr(records, "take_records", lose_answer)
+        await first.engine.recorder.record("r", b"data")
+        monkeypatch.setattr(takeover, "take_records", lose_answer)
         await first.kill()
         await until_adopted(second, 1)
         async with asyncio.timeout(LIMIT_S):
@@ -329,10 +378,10 @@ async def test_requests_are_taken_over_although_the_answer_is_lost(
 async def test_deleted_record_that_is_back_is_deleted_again(server: RedisServer) -> None:
     async with worker(server, "a"), gateways(server) as (first, _):
         await first.engine.submit(chat_request("r", 20))
-        await first.engine.record("r", b"data")
+        await first.engine.recorder.record("r", b"data")
         record = server.admin.hget(records_key(first.engine.id), "r")
         await collect(first.engine, "r")
-        first.engine.discard_record("r")
+        first.engine.recorder.discard_record("r")
 
         async def condition() -> bool:
             return not server.admin.hexists(records_key(first.engine.id), "r")
@@ -343,26 +392,26 @@ async def test_deleted_record_that_is_back_is_deleted_again(server: RedisServer)
         first.engine._records.are_uncertain = True
         await until_adopted(first, 1)
         await until(condition)
-        assert not first.engine.num_adopted
+        assert not first.engine.recorder.num_adopted
 
 
 async def test_gateways_that_lost_their_leases_in_an_outage_keep_their_requests(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one takes longer to come back than the second one needs to find that it has no lease."""
-    keep = RemoteEngine._keep_own_requests
+    change_id = Takeover.change_id
 
     async with worker(server, "a"), gateways(server) as (first, second):
 
-        async def keep_late(self: RemoteEngine, old: str) -> None:
-            if self is first.engine:
+        async def change_id_late(self: Takeover, gateway: str) -> None:
+            if self is first.engine.recorder:
                 await asyncio.sleep(0.5)
-            await keep(self, old)
+            await change_id(self, gateway)
 
-        monkeypatch.setattr(RemoteEngine, "_keep_own_requests", keep_late)
+        monkeypatch.setattr(Takeover, "change_id", change_id_late)
         old_id = first.engine.id
         await first.engine.submit(chat_request("r", 700))
-        await first.engine.record("r", b"data")
+        await first.engine.recorder.record("r", b"data")
         await until_sent(first.engine, "r", 20)
         server.signal(signal.SIGSTOP)
         await asyncio.sleep(bus.LEASE_S + bus.BLOCK_S + bus.TIMEOUT_S)

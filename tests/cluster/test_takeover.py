@@ -5,24 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
 
-from chatcache.cluster import bus, remote_engine, worker_host
-from chatcache.cluster.records import (
-    RECORDED,
-    Attempt,
-    RequestRecord,
-    history,
-    read_outboxes,
-    records_key,
-    take_records,
-    write_records,
-)
+from chatcache.cluster import bus, remote_engine, takeover, worker_host
+from chatcache.cluster.placed_requests import Attempt, PlacedRequest, PlacedRequests, RequestRecord
 from chatcache.cluster.remote_engine import RemoteEngine
+from chatcache.cluster.takeover import RECORDED, history, read_outboxes, records_key, take_records, write_records
 from chatcache.engine_process.protocol import Answer, Events, Notice, encode_error
 from chatcache.errors import OverloadedError
 from chatcache.types.events import EngineEvent, Finished, Started, Tokens
@@ -51,17 +44,20 @@ class Gateway:
 
     def __init__(self, server: RedisServer, name: str) -> None:
         self.engine = RemoteEngine(server.url, name)
-        self.engine.on_adopt = self._adopt
-        self.engine.on_lost = lambda name: self.lost.append(name)
+        self.engine.recorder.on_adopt = self._adopt
+        self.engine.recorder.on_lost = lambda name: self.lost.append(name)
         self.adopted: dict[str, bytes] = {}
         self.num_events: dict[str, int] = {}
         self.lost: list[str] = []
         self.accepts = True
+        self.drains = False
 
     async def _adopt(self, request: GenerateRequest, data: bytes, num_events: int) -> bool:
         self.adopted[request.request_id] = data
         self.num_events[request.request_id] = num_events
-        return self.accepts
+        if self.drains:
+            self.engine.recorder.on_adopt = None
+        return self.accepts and not self.drains
 
     async def kill(self) -> None:
         """End without telling anyone: the lease expires."""
@@ -108,7 +104,7 @@ def batches_of(events: list[EngineEvent]) -> list[int]:
 async def test_request_goes_on_with_the_same_events_in_the_same_batches(server: RedisServer) -> None:
     async with worker(server, "a") as only, gateways(server) as (first, second):
         await first.engine.submit(chat_request("r", 400))
-        await first.engine.record("r", b"data")
+        await first.engine.recorder.record("r", b"data")
         seen: list[EngineEvent] = []
 
         async def read() -> None:
@@ -120,7 +116,7 @@ async def test_request_goes_on_with_the_same_events_in_the_same_batches(server: 
         await first.kill()
         reading.cancel()
         await until_adopted(second, 1)
-        assert second.adopted == {"r": b"data"} and second.engine.num_adopted == 1
+        assert second.adopted == {"r": b"data"} and second.engine.recorder.num_adopted == 1
         events = await collect(second.engine, "r")
         assert tokens_of(events) == expected_tokens((5,), 400)
         assert isinstance(events[-1], Finished) and not events[-1].cancelled
@@ -128,7 +124,7 @@ async def test_request_goes_on_with_the_same_events_in_the_same_batches(server: 
         assert len(batches_of(events)) < len(events), "tokens are sent in batches"
         assert second.engine.num_moved == 0, "the worker went on with it"
         assert only.host.num_requests == 0
-        second.engine.discard_record("r")
+        second.engine.recorder.discard_record("r")
 
         async def condition() -> bool:
             return not server.admin.exists(records_key(second.engine.id))
@@ -140,7 +136,7 @@ async def test_request_goes_on_with_the_same_events_in_the_same_batches(server: 
 async def test_request_goes_on_when_gateway_and_worker_end(server: RedisServer) -> None:
     async with worker(server, "a") as one, worker(server, "b") as other, gateways(server, 2) as (first, second):
         await first.engine.submit(chat_request("r", 400))
-        await first.engine.record("r", b"")
+        await first.engine.recorder.record("r", b"")
         await until_sent(first.engine, "r", 100)
         await asyncio.gather(first.kill(), (one if one.host.num_requests else other).cut_off())
         await until_adopted(second, 1)
@@ -153,7 +149,7 @@ async def test_request_that_has_moved_and_was_taken_over_is_taken_over_again(ser
     """Worker a ends, then the first gateway, then the second: the events come from two outboxes and three fields."""
     async with worker(server, "a") as one, worker(server, "b") as other, gateways(server, 2) as (first, second):
         await first.engine.submit(chat_request("r", 900))
-        await first.engine.record("r", b"")
+        await first.engine.recorder.record("r", b"")
         await until_sent(first.engine, "r", 100)
         await (one if one.host.num_requests else other).cut_off()
 
@@ -188,7 +184,7 @@ async def _adopts(gateway: Gateway, other: Gateway) -> bool:
 async def test_request_that_ended_before_it_was_taken_over_is_told_to_its_end(server: RedisServer) -> None:
     async with worker(server, "a"), gateways(server) as (first, second):
         await first.engine.submit(chat_request("r", 200))
-        await first.engine.record("r", b"")
+        await first.engine.recorder.record("r", b"")
         expected = await collect(first.engine, "r")
         await first.kill()
         await until_adopted(second, 1)
@@ -201,7 +197,7 @@ async def test_request_without_record_and_refused_one_are_aborted(server: RedisS
         second.accepts = False
         for name in ("recorded", "not"):
             await first.engine.submit(chat_request(name, 1_000_000))
-        await first.engine.record("recorded", b"")
+        await first.engine.recorder.record("recorded", b"")
         await first.kill()
         await until_adopted(second, 1)
 
@@ -209,7 +205,7 @@ async def test_request_without_record_and_refused_one_are_aborted(server: RedisS
             return only.host.num_requests == 0 and (await only.engine.health()).num_running == 0
 
         await until(condition)
-        assert list(second.adopted) == ["recorded"] and second.engine.num_adopted == 0
+        assert list(second.adopted) == ["recorded"] and second.engine.recorder.num_adopted == 0
         assert not server.admin.exists(records_key(second.engine.id))
 
 
@@ -218,7 +214,7 @@ async def test_gateway_that_was_suspended_loses_what_another_has_taken_over(serv
     async with worker(server, "a"), gateways(server) as (first, second):
         await first.engine.submit(chat_request("r", 900))
         await first.engine.submit(chat_request("unrecorded", 400))
-        await first.engine.record("r", b"")
+        await first.engine.recorder.record("r", b"")
         reading = asyncio.create_task(collect(first.engine, "unrecorded"))
         old_id = first.engine.id
         await until_sent(first.engine, "r", 100)
@@ -236,12 +232,61 @@ async def test_gateway_that_was_suspended_loses_what_another_has_taken_over(serv
 async def test_killed_engine_of_the_worker_changes_nothing_for_the_gateway_that_takes_over(server: RedisServer) -> None:
     async with worker(server, "a") as only, gateways(server) as (first, second):
         await first.engine.submit(chat_request("r", 400))
-        await first.engine.record("r", b"")
+        await first.engine.recorder.record("r", b"")
         await until_sent(first.engine, "r", 100)
         os.kill(only.engine.pid or 0, signal.SIGKILL)
         await first.kill()
         await until_adopted(second, 1)
         assert tokens_of(await collect(second.engine, "r")) == expected_tokens((5,), 400)
+
+
+@pytest.mark.slow
+async def test_gateway_that_drains_leaves_what_it_is_taking_over_to_another_one(server: RedisServer) -> None:
+    async with worker(server, "a"), gateways(server) as (first, second):
+        third = Gateway(server, "three")
+        third.engine.recorder.on_adopt = None
+        second.drains = True
+        async with third.engine:
+            await first.engine.submit(chat_request("r", 900))
+            await first.engine.recorder.record("r", b"")
+            await until_sent(first.engine, "r", 100)
+            await first.kill()
+            await until_adopted(second, 1)
+            assert not second.engine.recorder.num_adopted
+            third.engine.recorder.on_adopt = third._adopt
+            await second.kill()
+            async with asyncio.timeout(30):
+                await until_adopted(third, 1)
+                assert tokens_of(await collect(third.engine, "r")) == expected_tokens((5,), 900)
+
+
+@pytest.mark.slow
+async def test_worker_that_answers_late_leaves_no_gap_in_an_adopted_request(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it sends to the gateway that has ended, after the outbox was read, is not missing."""
+    adopt, read = PlacedRequests.adopt, takeover.read_outboxes
+
+    def adopt_late(self: PlacedRequests, placed: PlacedRequest, gateway: str) -> None:
+        asyncio.get_running_loop().call_later(0.3, adopt, self, placed, gateway)
+
+    async def read_and_wait(client: Any, records: Sequence[RequestRecord]) -> Any:
+        found = await read(client, records)
+        await asyncio.sleep(0.6)
+        return found
+
+    monkeypatch.setattr(takeover, "ADOPT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(PlacedRequests, "adopt", adopt_late)
+    monkeypatch.setattr(takeover, "read_outboxes", read_and_wait)
+    async with worker(server, "a"), gateways(server) as (first, second):
+        await first.engine.submit(chat_request("r", 1500))
+        await first.engine.recorder.record("r", b"")
+        await until_sent(first.engine, "r", 20)
+        await first.kill()
+        async with asyncio.timeout(30):
+            await until_adopted(second, 1)
+            assert tokens_of(await collect(second.engine, "r")) == expected_tokens((5,), 1500)
+        assert second.engine.num_moved == 1
 
 
 async def test_records_have_one_owner_and_unreadable_ones_are_skipped(server: RedisServer) -> None:

@@ -19,6 +19,7 @@ from chatcache.cluster.remote_engine import RemoteEngine
 from chatcache.cluster.worker_host import WorkerHost
 from chatcache.config import EngineConfig
 from chatcache.engine_process.process import EngineProcess
+from chatcache.engine_process.protocol import FRAME_HEADER_BYTES, Abort, Submit, encode
 from chatcache.errors import ContextLengthError, NotFoundError, OverloadedError
 from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest
@@ -149,6 +150,32 @@ async def test_errors_queries_and_cancellation_reach_the_caller(server: RedisSer
         await engine.cancel_candidate("unknown", 0)
         with pytest.raises(NotFoundError):
             await collect(engine, "unknown")
+
+
+@pytest.mark.slow
+async def test_abort_in_the_entry_of_its_submit_ends_the_request(server: RedisServer) -> None:
+    """Both wait in the gateway while Redis does not answer."""
+    async with worker(server, "a") as only:
+
+        async def has_id() -> bool:
+            return bool(only.host.id)
+
+        await until(has_id)
+        server.admin.set(bus.gateway_key("g"), b"1")
+        commands = (Submit(1, request("r", 100_000)), Abort("r"))
+        bodies = bus.encode_list([encode(each)[FRAME_HEADER_BYTES:] for each in commands])
+        entry = {bus.FROM: b"g", bus.NUMBER: b"1", bus.AFTER: b"0", bus.COMMANDS: bodies}
+        server.admin.xadd(bus.inbox(only.host.id), entry)
+
+        async def is_answered() -> bool:
+            return any(b"g" in fields for _, fields in server.admin.xrange(bus.outbox(only.host.id)))
+
+        await until(is_answered)
+
+        async def has_ended() -> bool:
+            return only.host.num_requests == 0
+
+        await until(has_ended, timeout_s=10.0)
 
 
 @pytest.mark.slow
