@@ -99,8 +99,9 @@ MAX_ITEMS = 16_384  # per conversation, without imported messages and without th
 class ItemQuery:
     """A page of the messages of a conversation.
 
-    They are those on the path to `leaf` (None: the active leaf), or all by age if `all_branches`. `start`: the first
-    message of the page (None: the newest, or the oldest in ascending order). `limit`: None for all.
+    They are those on the path to `leaf` (None: the active leaf), or all by age if `all_branches`; then the tree has
+    `num_stored_items`. `start`: the first message of the page (None: the newest, or the oldest in ascending order).
+    `limit`: None for all.
     """
 
     leaf: str | None = None

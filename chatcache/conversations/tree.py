@@ -177,12 +177,22 @@ def main_output(outputs: Sequence[Item], status: str) -> Item:
 
 
 class ConversationTree:
-    """A loaded conversation, read-only."""
+    """A loaded conversation, read-only.
 
-    def __init__(self, conversation: Conversation, items: Iterable[Item], turns: Iterable[Turn]) -> None:
+    `num_stored_items`: if this is a part of it, and they were counted, the messages of the whole conversation.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        items: Iterable[Item],
+        turns: Iterable[Turn],
+        num_stored_items: int | None = None,
+    ) -> None:
         self.conversation = conversation
         self.items: dict[str, Item] = {item.id: item for item in items}
         self.turns: dict[str, Turn] = {turn.id: turn for turn in turns}
+        self.num_stored_items = num_stored_items
 
     def path(self, item_id: str | None) -> tuple[Item, ...]:
         """Return the items from the root to `item_id`. Raises: KeyError for an unknown id."""

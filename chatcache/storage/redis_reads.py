@@ -121,7 +121,10 @@ async def read_page(client: Reader, head: Head, query: ItemQuery) -> Conversatio
     leaf = query.leaf if query.leaf is not None else head.conversation.active_leaf
     if query.all_branches:
         items = await read_positions(client, head, query)
-    elif query.is_descending:
+        part = await partial_tree(client, head, items)
+        part.num_stored_items = await client.hlen(items_key(name))
+        return part
+    if query.is_descending:
         end = query.start if query.start is not None else leaf
         items = (await walk_up(client, name, end, limit=query.limit))[::-1]
     else:

@@ -396,7 +396,9 @@ def read_items(db: sqlite3.Connection, owner: str, conversation_id: str, query: 
             f"ORDER BY position {order} LIMIT :limit",
             {"conversation": head.id, "start": query.start, "limit": limit},
         )
-        return _partial_tree(db, head, map(row_to_item, rows))
+        part = _partial_tree(db, head, map(row_to_item, rows))
+        part.num_stored_items = _num_items(db, head.id)
+        return part
     leaf = query.leaf if query.leaf is not None else head.active_leaf
     if query.is_descending:
         end = query.start if query.start is not None else leaf
@@ -589,10 +591,15 @@ def _require_item(db: sqlite3.Connection, conversation_id: str, item_id: str, pa
 
 
 def _require_room(db: sqlite3.Connection, conversation_id: str, num_new: int, max_items: int) -> None:
-    query = "SELECT count(*) FROM items WHERE conversation_id = ?"
-    num_items: int = db.execute(query, (conversation_id,)).fetchone()[0]
+    num_items = _num_items(db, conversation_id)
     if num_items + num_new > max_items:
         raise ConversationFullError(num_items, num_new, max_items)
+
+
+def _num_items(db: sqlite3.Connection, conversation_id: str) -> int:
+    query = "SELECT count(*) FROM items WHERE conversation_id = ?"
+    num_items: int = db.execute(query, (conversation_id,)).fetchone()[0]
+    return num_items
 
 
 def _store_change(db: sqlite3.Connection, head: Conversation, changed: Conversation) -> Conversation:

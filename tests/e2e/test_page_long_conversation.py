@@ -79,16 +79,23 @@ def test_thousand_messages_render_as_a_few_rows(long_page: RecordedPage) -> None
     assert page.locator(".row").last.get_attribute("aria-posinset") == str(COUNT)
 
 
-def test_messages_are_read_compressed_after_a_change_elsewhere(chat: RecordedPage) -> None:
+def test_messages_are_read_compressed_and_only_the_new_ones_after_a_change_elsewhere(chat: RecordedPage) -> None:
     made = create_conversation(chat.server, [_text(place) for place in range(200)])
-    chat.page.evaluate("hash => location.hash = hash", made)
+    with chat.page.expect_response(re.compile("/items")) as opening:
+        chat.page.evaluate("hash => location.hash = hash", made)
+    size = opening.value.request.sizes()["responseBodySize"]
+    assert opening.value.headers["content-encoding"] == "gzip" and 5 * size < len(opening.value.body())
     chat.page.wait_for_selector("text=Answer 199.")
+    items = f"/v1/conversations/{made}/items"
     added = {"items": [{"role": "user", "content": "From elsewhere"}]}
     with chat.page.expect_response(re.compile("/items")) as reading:
-        call(chat.server, "POST", f"/v1/conversations/{made}/items", added)
-    size = reading.value.request.sizes()["responseBodySize"]
-    assert reading.value.headers["content-encoding"] == "gzip" and 5 * size < len(reading.value.body())
+        (item,) = call(chat.server, "POST", items, added)["data"]
+    assert [entry["id"] for entry in reading.value.json()["data"]] == [item["id"]]
     chat.page.wait_for_selector("text=From elsewhere")
+    with chat.page.expect_response(lambda response: response.url.endswith("/items?branches=all")) as again:
+        call(chat.server, "DELETE", f"{items}/{opening.value.json()['data'][7]['id']}")
+    assert len(again.value.json()["data"]) == 200, "all but the deleted one"
+    assert chat.page.locator("text=From elsewhere").count() == 1
 
 
 def test_notification_leaves_the_jump_button_free(long_page: RecordedPage) -> None:

@@ -103,6 +103,7 @@ async def test_pages_equal_slices_of_the_whole_tree(store: ConversationStore, li
                     page = await store.list_items("me", "conv", query)
                     first = ordered.index(start) if start is not None else 0
                     assert list(page.items) == ordered[first:][:limit], query
+                    assert page.num_stored_items == (len(names) if all_branches else None)
                     assert all(page.turn_of(each) == tree.turn_of(each) for each in page.items.values())
 
 

@@ -324,7 +324,9 @@ def _encode_items(tree: ConversationTree, page: PageQuery, *, all_branches: bool
     """Encode the page that begins in the first message of `tree`, of which the items are in the order of the page."""
     items = tree.items.values()
     if all_branches:
-        return encode(paginate([_branch_item(tree, item) for item in items], page, is_ordered=True))
+        found = paginate([_branch_item(tree, item) for item in items], page, is_ordered=True)
+        found.total = len(items) if tree.num_stored_items is None else tree.num_stored_items
+        return encode(found)
     step = 1 if page.order == "asc" else -1
     entries = [entry for item in items for entry in _listed_items_of(tree, item)[::step]]
     return encode(paginate(entries, page, is_ordered=True))

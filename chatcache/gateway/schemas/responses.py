@@ -15,13 +15,14 @@ Entry = TypeVar("Entry")
 
 
 class Page(msgspec.Struct, Generic[Entry]):
-    """One page of a list. The next page has `after` = `last_id`."""
+    """One page of a list. The next page has `after` = `last_id`. `total`: the entries of all pages, where counted."""
 
     object: Literal["list"]
     data: list[Entry]
     first_id: str | None
     last_id: str | None
     has_more: bool
+    total: int | msgspec.UnsetType = msgspec.UNSET
 
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

@@ -9,6 +9,10 @@ export interface ListPage<T> {
   readonly next: string | null; // cursor of the next page
 }
 
+interface ItemPage extends ListPage<StoredItem> {
+  readonly total: number; // of all pages
+}
+
 /** [start, end] in characters (code points). */
 export type TextRange = readonly [number, number];
 
@@ -66,10 +70,13 @@ export function getConversation(id: string): Promise<WireConversation> {
   return call("GET", conversationPath(id));
 }
 
-/** Return every message of every branch, oldest first. */
-export async function listItems(id: string): Promise<readonly StoredItem[]> {
-  const page = await call<ListPage<StoredItem>>("GET", `${conversationPath(id)}/items?branches=all`);
-  return page.data;
+/** Return every message of every branch, oldest first. `known`: finished messages that were listed first before. */
+export async function listItems(id: string, known: readonly StoredItem[] = []): Promise<readonly StoredItem[]> {
+  const route = `${conversationPath(id)}/items?branches=all`;
+  const last = known.at(-1);
+  const added = last && (await call<ItemPage>("GET", `${route}&after=${last.id}`).catch(() => null));
+  if (added && added.total === known.length + added.data.length) return [...known, ...added.data];
+  return (await call<ItemPage>("GET", route)).data; // the first reading, or a message was deleted
 }
 
 interface ConversationChange {

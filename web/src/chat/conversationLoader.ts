@@ -1,5 +1,5 @@
 // Loads conversations from the server, waits for answers after a lost connection, and stores the active leaf.
-import type { WireConversation } from "../api/frames";
+import type { StoredItem, WireConversation } from "../api/frames";
 import * as rest from "../api/rest";
 import { toast } from "../app/notifications";
 import type { Conversations } from "../conversations/conversations";
@@ -12,6 +12,7 @@ const MIN_POLLS = 2; // a restarted server reports running responses only after 
 
 export class ConversationLoader {
   private readonly refreshes = new Map<Thread, Promise<boolean>>();
+  private readonly listed = new WeakMap<Thread, readonly StoredItem[]>();
 
   constructor(private readonly conversations: Conversations) {}
 
@@ -20,7 +21,7 @@ export class ConversationLoader {
     thread.state.value = "loading";
     thread.awaitingServer.value = true; // until it is known whether a response is running
     try {
-      const head = this.show(thread, await this.fetch(id));
+      const head = this.show(thread, await this.fetchCopied(thread, id));
       void this.conversations.saveListCopy();
       return head;
     } catch (error) {
@@ -40,10 +41,23 @@ export class ConversationLoader {
   }
 
   /** Fetch a conversation and copy it for reading without the server. */
-  private async fetch(id: string): Promise<StoredConversation> {
-    const stored = await fetchStored(id);
+  private async fetchCopied(thread: Thread, id: string): Promise<StoredConversation> {
+    const stored = await this.fetch(thread, id);
     void this.conversations.copies.saveConversation(id, stored);
     return stored;
+  }
+
+  /**
+   * Fetch a conversation: of its messages only those that were not finished when they were last listed, if possible.
+   * The head is read first: a change between the two requests is then detected as a newer revision.
+   */
+  private async fetch(thread: Thread, id: string): Promise<StoredConversation> {
+    const known = this.listed.get(thread) ?? [];
+    const running = known.findIndex((item) => item.status === "in_progress");
+    const head = await rest.getConversation(id);
+    const items = await rest.listItems(id, running < 0 ? known : known.slice(0, running));
+    this.listed.set(thread, items);
+    return { head, items };
   }
 
   /** Add what this page has shown to the copy of a conversation. */
@@ -68,7 +82,7 @@ export class ConversationLoader {
   refresh(thread: Thread, id: string): Promise<boolean> {
     const reading =
       this.refreshes.get(thread) ??
-      this.fetch(id)
+      this.fetchCopied(thread, id)
         .then(({ head, items }) => {
           thread.load(items, head);
           this.conversations.upsert(head);
@@ -83,7 +97,7 @@ export class ConversationLoader {
   /** Wait until the answers of `response` are stored, then show them. False if none appeared. */
   async waitUntilStored(thread: Thread, id: string, response: string): Promise<boolean> {
     for (let poll = 0; poll < MAX_POLLS; poll++) {
-      const stored = await fetchStored(id).catch(() => null);
+      const stored = await this.fetch(thread, id).catch(() => null);
       const answers = stored?.items.filter((item) => item.response_id === response && item.role === "assistant") ?? [];
       if (stored && answers.length > 0 && answers.every((item) => item.status !== "in_progress")) {
         thread.load(stored.items, stored.head);
@@ -111,10 +125,4 @@ export class ConversationLoader {
       toast((error as Error).message);
     }
   }
-}
-
-/** The head is read first: a change between the two requests is then detected as a newer revision. */
-async function fetchStored(id: string): Promise<StoredConversation> {
-  const head = await rest.getConversation(id);
-  return { head, items: await rest.listItems(id) };
 }
