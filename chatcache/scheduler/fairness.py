@@ -13,8 +13,8 @@ namespace running at once can hold.
 Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.
 
 Decode shares: every branch lengthens a step, so a namespace with hundreds of branches would delay the tokens of all
-others. While N namespaces decode, a step takes at most about N times as long as with the branches of the smallest one
-alone, by the measured speed: each gets its tokens at least as fast as on 1/N of the machine. The number of branches
+others. Therefore each further namespace may lengthen a step by half of the time that the branches of the smallest one
+would take alone, by the measured speed, and in any case by as many branches as that one has. The number of branches
 that this allows is shared with max-min fairness, and the branches of a namespace that has more take turns (deficit
 round robin: Shreedhar, Varghese, "Efficient Fair Queuing using Deficit Round Robin", SIGCOMM 1995). Where one more
 branch costs next to nothing, as on most GPUs, and among namespaces of similar size, all branches decode in every step.
@@ -41,8 +41,11 @@ INPUT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
 MAX_REMEMBERED = 4096
 
-MIN_DECODE_BRANCHES = 8
-"""For each namespace, so many branches decode in a step whatever the measured speed: a step has costs besides."""
+MAX_DELAY = 0.5
+"""By how much a further namespace may lengthen a step, as a part of its time with the smallest namespace alone."""
+
+MIN_DECODE_BRANCHES = 4
+"""For each further namespace, so many branches decode in a step whatever the measured speed: a step has other costs."""
 
 
 class VirtualTokenCounter:
@@ -146,8 +149,9 @@ class DecodeShares:
         if len(counts) < 2 or line is None or not line[1]:
             return sum(counts)
         fixed_s, branch_s = line
-        num_free = (len(counts) - 1) * fixed_s / branch_s
-        return int(num_free) + len(counts) * max(min(counts), self._min_branches)
+        fewest = min(counts)
+        num_others = max(int(MAX_DELAY * (fixed_s / branch_s + fewest)), fewest, self._min_branches)
+        return fewest + (len(counts) - 1) * num_others
 
     def _take_turns(self, namespace: str, indices: Sequence[int], share: int) -> list[int]:
         """Choose about `share` of the branches, beginning after those of the last step.

@@ -76,7 +76,7 @@ class Attack:
 
     `run`, a function of a module, attacks until its process is killed. `run_load`, if the attack has the engine compute
     a lot: the same requests without what makes them expensive for the gateway. All clients share the engine with them,
-    so that others are compared with what they notice of this load.
+    so that others are also compared with what they notice of this load.
     """
 
     name: str
@@ -216,12 +216,12 @@ async def measure_attack(attack: Attack, target: Target, seconds: float, settle_
 def latency_figures(name: str, idle: VictimTimes, loaded: VictimTimes | None, attacked: VictimTimes) -> list[Figure]:
     """Return the victim's p99, and the CPU time of the gateway, next to those without the attack.
 
-    With `loaded`, the times during the load without the attack, the goal is that of the comparison with these.
+    With `loaded`, they are also compared with the times during the load without the attack.
     """
     goal, idle_ms, figures = f"<= {MAX_P99_RATIO:g}", idle.p99_ms(), list[Figure]()
     for kind, value in attacked.p99_ms().items():
         title = f"{name}: p99 of a {kind}"
-        figures.append(compare(title, value, "ms", idle_ms[kind], "idle", "" if loaded else goal))
+        figures.append(compare(title, value, "ms", idle_ms[kind], "idle", goal))
         if loaded is not None:
             figures.append(compare(title, value, "ms", loaded.p99_ms()[kind], "same load", goal))
     base, against = (idle, "idle") if loaded is None else (loaded, "same load")

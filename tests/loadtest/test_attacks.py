@@ -26,9 +26,9 @@ def test_latency_figures_compare_with_idle_times() -> None:
     assert cpu.ratio == pytest.approx(2.0) and cpu.met is None
 
 
-def test_latency_figures_of_an_attack_with_a_load_compare_with_the_same_load() -> None:
+def test_latency_figures_of_an_attack_with_a_load_also_compare_with_the_same_load() -> None:
     idle, same, cpu = latency_figures("a", times(0.01, 0.25), times(0.02, 0.4), times(0.03, 0.5))
-    assert (idle.limit_name, idle.met) == ("idle", None) and idle.ratio == pytest.approx(3.0)
+    assert (idle.limit_name, idle.met) == ("idle", False) and idle.ratio == pytest.approx(3.0)
     assert (same.limit_name, same.met) == ("same load", True) and same.ratio == pytest.approx(1.5)
     assert cpu.ratio == pytest.approx(1.25)
 
