@@ -16,6 +16,7 @@ from chatcache.engine.engine import Engine
 from chatcache.engine.pipeline import build_candidates
 from chatcache.engine.protocols import StepHandle
 from chatcache.scheduler.scheduler import Scheduler
+from chatcache.scheduler.speed import DecodeSpeed
 from chatcache.types.actions import DrawSpec, pack_draws
 from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
@@ -121,7 +122,10 @@ def mixed_requests() -> list[GenerateRequest]:
 @LAZY
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 @pytest.mark.parametrize("num_pages", [24, 512], ids=["tight", "roomy"])
-def test_events_with_async_launch_equal_those_without(lazy: bool, policy: str, num_pages: int) -> None:
+def test_events_with_async_launch_equal_those_without(
+    lazy: bool, policy: str, num_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DecodeSpeed, "line", lambda self: None)  # else the time decides which branches rest
     settings = {"scheduling_policy": policy, "max_num_batched_tokens": 24}
     page_size = 4 if num_pages > 24 else 16
     expected = stream(
