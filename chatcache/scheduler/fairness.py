@@ -18,6 +18,9 @@ would take alone, by the measured speed, and in any case by as many branches as 
 that this allows is shared with max-min fairness, and the branches of a namespace that has more take turns (deficit
 round robin: Shreedhar, Varghese, "Efficient Fair Queuing using Deficit Round Robin", SIGCOMM 1995). Where one more
 branch costs next to nothing, as on most GPUs, and among namespaces of similar size, all branches decode in every step.
+
+The shares are those of branches in the decode batch. Branches outside it decode in every step: beams of recurrent
+models, `distinct`, and all of them while more branches have pages than a step may have tokens.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ MAX_DELAY = 0.5
 
 MIN_DECODE_BRANCHES = 4
 """For each further namespace, so many branches decode in a step whatever the measured speed: a step has other costs."""
+
+FIRST_TURN = ((-1, -1), 0)  # place of the last branch that decoded, number of branches beyond the share so far
 
 
 class VirtualTokenCounter:
@@ -119,9 +124,7 @@ class DecodeShares:
         self._min_branches = min_branches
         self._branches: list[Branch] = []
         self._indices: dict[str, list[int]] = {}  # into `_branches`, of each namespace
-        self._turns: dict[
-            str, tuple[tuple[int, int], int]
-        ] = {}  # (last branch that decoded, branches ahead of its share)
+        self._turns: dict[str, tuple[tuple[int, int], int]] = {}  # see FIRST_TURN
 
     def choose(self, branches: list[Branch]) -> list[int] | None:
         """Return which of the branches, given in service order, decode in the next step; None for all of them.
@@ -138,9 +141,14 @@ class DecodeShares:
             self._turns.clear()
             return None
         chosen: list[int] = []
+        before, self._turns = self._turns, {}
         shares = split_equally(counts, max_branches)
         for (namespace, indices), share in zip(self._indices.items(), shares, strict=True):
-            chosen += indices if share == len(indices) else self._take_turns(namespace, indices, share)
+            if share == len(indices):
+                chosen += indices
+            else:
+                taken, self._turns[namespace] = self._take_turns(indices, share, *before.get(namespace, FIRST_TURN))
+                chosen += taken
         return sorted(chosen)
 
     def _max_branches(self, counts: Sequence[int]) -> int:
@@ -153,23 +161,25 @@ class DecodeShares:
         num_others = max(int(MAX_DELAY * (fixed_s / branch_s + fewest)), fewest, self._min_branches)
         return fewest + (len(counts) - 1) * num_others
 
-    def _take_turns(self, namespace: str, indices: Sequence[int], share: int) -> list[int]:
-        """Choose about `share` of the branches, beginning after those of the last step.
+    def _take_turns(
+        self, indices: Sequence[int], share: int, last: tuple[int, int], num_ahead: int
+    ) -> tuple[list[int], tuple[tuple[int, int], int]]:
+        """Choose about `share` of the branches, beginning after `last`; also return the turns for the next step.
 
-        Besides those that belong to branches outside the decode batch, which decode in every step.
+        Besides those that belong to branches outside the decode batch, which decode in every step and do not count.
         """
-        last, num_ahead = self._turns.get(namespace, ((-1, -1), 0))
         groups = [list(group) for _, group in groupby(indices, key=self._turn)]
         first = bisect_right(groups, last, key=lambda group: self._turn(group[0]))
         chosen: list[int] = []
         for group in (*groups[first:], *groups[:first]):
             request = self._branches[group[0]].request
-            if num_ahead < share or (request.lockstep and request.num_unbatched):
+            if request.lockstep and request.num_unbatched:
+                chosen += group
+            elif num_ahead < share:
                 chosen += group
                 num_ahead += len(group)
                 last = self._turn(group[0])
-        self._turns[namespace] = last, max(num_ahead - share, 0)
-        return chosen
+        return chosen, (last, max(num_ahead - share, 0))
 
     def _turn(self, index: int) -> tuple[int, int]:
         """Return the place of a branch in the order of turns, which all branches of a lockstep request share."""

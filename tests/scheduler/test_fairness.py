@@ -151,7 +151,27 @@ def test_lockstep_branches_decode_together_and_no_more_than_their_share() -> Non
     assert sum(len(step) - 1 for step in steps) == pytest.approx(60 * MIN_DECODE_BRANCHES, abs=40)
 
 
-def test_lockstep_branches_decode_with_those_outside_the_batch() -> None:
+def test_lockstep_branches_decode_with_those_outside_the_batch_and_leave_the_share_to_others() -> None:
     branches = branches_of(1, 40, lockstep=True)
-    branches[-1].request.num_batched -= 1
-    assert {len(step) for step in run_steps(DecodeShares(measured(0.0, 1.0)), branches[:-1], 9)} == {40}
+    beams = branches[1].request
+    beams.num_batched -= 1
+    other = LiveRequest("other", [1], beams.namespace, FakeStrategy(10), 2)
+    for _ in range(9):
+        child = other.leader.fork(len(other.branches), 5)
+        other.branches[child.id] = child
+    shares = DecodeShares(measured(0.0, 1.0))
+    steps = run_steps(shares, [*branches[:-1], *other.branches.values()], 10)
+    assert {len(step) for step in steps} == {1 + 39 + MIN_DECODE_BRANCHES}
+    assert {sum(branch in step for step in steps) for branch in other.branches.values()} == {MIN_DECODE_BRANCHES}
+    beams.num_batched += 1
+    rest = run_steps(shares, [*branches, *other.branches.values()], 20)
+    assert max(map(len, rest)) <= 1 + 40 + MIN_DECODE_BRANCHES
+    assert sum(len(step) - 1 for step in rest) <= 20 * MIN_DECODE_BRANCHES + 40
+
+
+def test_namespace_that_returns_owes_no_turns() -> None:
+    beams, others = branches_of(1, 40, lockstep=True), branches_of(1, 1, 9)
+    shares = DecodeShares(measured(0.0, 1.0))
+    assert [len(step) for step in run_steps(shares, beams, 2)] == [41, 1]
+    run_steps(shares, [others[0], *others[2:]], 1)  # without the namespace of the beams
+    assert len(run_steps(shares, beams, 1)[0]) == 41
