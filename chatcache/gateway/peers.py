@@ -390,7 +390,18 @@ class GatewayPeers:
             runner = await self._find_log(owner, response_id) if ended else None
         if runner is None or not await self._is_owned(owner, response_id):
             return None
-        return await self._open(owner, response_id, runner)
+        return await self._open_once_started(owner, response_id, runner)
+
+    async def _open_once_started(self, owner: str, response_id: str, runner: str) -> LoggedResponse | None:
+        """Open a response of a gateway that may have stored it and not have started it yet; None if it has ended."""
+        deadline_s = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                return await self._open(owner, response_id, runner)
+            except NotFoundError:
+                if time.monotonic() > deadline_s or await self.find_runner(response_id) != runner:
+                    return None
+            await asyncio.sleep(_PAUSE_S)
 
     async def _open_or_take_over(self, owner: str, response_id: str, runner: str) -> LoggedResponse | None:
         """Open a response of a gateway, or of the one that takes it over because that gateway does not run it any more.

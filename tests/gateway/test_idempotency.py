@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
+from chatcache.gateway.responses.run import LiveResponse
 from chatcache.storage import redis_client
 from tests.gateway.kept import server_on
 from tests.gateway.serving import Server, slowed
@@ -104,6 +107,29 @@ def test_concurrent_repeats_through_two_gateways_run_once(real_redis: RedisServe
         assert num_conversations(one) == 3
         for server in (one, two):
             server.wait_idle()
+
+
+def test_repeat_through_another_gateway_while_a_response_is_stored_and_not_yet_started(
+    real_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_redis.admin.flushall()
+    is_stored, save_record = threading.Event(), LiveResponse.save_record
+
+    async def slow(self: LiveResponse) -> None:
+        is_stored.set()
+        await asyncio.sleep(1.0)
+        await save_record(self)
+
+    monkeypatch.setattr(LiveResponse, "save_record", slow)
+    with server_on(real_redis) as one, server_on(real_redis) as two, ThreadPoolExecutor(1) as pool:
+        for server in (one, two):
+            server.wait_ready()
+        with slowed(one, 0.05):
+            sent = pool.submit(send, one, "a")
+            assert is_stored.wait(10)
+            repeated = send(two, "a")
+        assert repeated[0] == 200 and repeated[2]["id"] == sent.result()[2]["id"]
+        assert "idempotent-replayed" in repeated[1] and repeated[2]["status"] == sent.result()[2]["status"]
 
 
 def _frames(socket: ClientConnection) -> list[dict[str, Any]]:
