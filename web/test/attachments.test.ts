@@ -170,9 +170,9 @@ describe("attaching", () => {
     expect(chat.attachments.sentWith(user)).toMatchObject([{ tokens: 100 }]);
 
     await chat.attachments.add([notes()]);
-    chat.enqueue("And then?", chat.attachments.take());
+    chat.unsent.enqueue("And then?", chat.attachments.take());
     expect(list()).toEqual([]);
-    chat.dequeue(chat.thread.value.queued.value[0]!);
+    chat.unsent.dequeue(chat.thread.value.queued.value[0]!);
     expect(chat.prefill.text.value).toBe("And then?");
     expect(list()).toMatchObject([{ name: "notes.txt", tokens: 100 }]);
   });
