@@ -42,7 +42,7 @@ def test_queued_messages_are_in_the_message_box_after_a_reload(chat: RecordedPag
         chat.page.keyboard.press("Alt+Enter")
     chat.page.fill("#composer", "the fourth")
     chat.reload()
-    chat.page.wait_for_selector("[aria-label=Stop]")  # the answer goes on
+    chat.page.wait_for_selector("[aria-label=Stop]")  # the answer continues
     assert chat.page.input_value("#composer") == "the second\n\nthe third\n\nthe fourth"
     assert chat.page.locator(".queued-text").count() == 0
     chat.page.keyboard.press("Escape")

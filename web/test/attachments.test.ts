@@ -113,6 +113,13 @@ describe("attaching", () => {
     expect(list()).toEqual([]);
   });
 
+  it("names a refused file of which the server's error does not say the name", async () => {
+    server.statuses["/v1/attachments"] = 413;
+    server.replies["/v1/attachments"] = { error: { message: "the body is larger than 9 bytes" } };
+    await chat.attachments.add([notes()]);
+    expect(list()[0]!.error).toBe("notes.txt: the body is larger than 9 bytes");
+  });
+
   it("refuses a file over the limit without sending it", async () => {
     const large = new File(["x"], "large.bin");
     Object.defineProperty(large, "size", { value: MAX_FILE_BYTES + 1 });
