@@ -380,9 +380,9 @@ class EngineProcess:
         Raises: OverloadedError without a child, ContextLengthError.
         """
         if not self._ready:
-            raise OverloadedError(
-                self._detail, code="engine_unavailable" if self.model_info or self._error else "model_loading"
-            )
+            if self.model_info or self._error:
+                raise OverloadedError(self._detail, code="engine_unavailable")
+            raise OverloadedError(f"the model is still loading ({self._detail})", code="model_loading")
         if self.model_info:
             check_length(prompt, self.model_info)  # a longer one might exceed a frame
 

@@ -264,7 +264,8 @@ class Gateway:
         """
         model = self.loaded_model()
         if not self.engine_seen_ready and not (health := await self.health()).ready:
-            raise ModelLoadingError(health.detail or "the model is still loading")
+            detail = f" ({health.detail})" if health.detail else ""
+            raise ModelLoadingError(f"the model is still loading{detail}")
         self.check_model(name)
         return model
 

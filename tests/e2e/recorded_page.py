@@ -35,7 +35,7 @@ DROP = """async ([selector, files]) => {
 }"""
 KEEP_TOASTS = """() => {
   const plain = window.setTimeout;
-  window.setTimeout = (run, delay, ...more) => plain(run, delay === 6000 ? 120_000 : delay, ...more);
+  window.setTimeout = (run, delay, ...more) => plain(run, [6000, 10_000].includes(delay) ? 120_000 : delay, ...more);
 }"""
 
 

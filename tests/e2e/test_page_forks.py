@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.page_checks import SCREENS, find_beyond
 from tests.e2e.recorded_page import RecordedPage
 
 pytestmark = pytest.mark.slow
@@ -22,6 +23,20 @@ def test_tokens_and_a_new_chat_have_icons_of_their_own(chat: RecordedPage) -> No
     buttons = ("[aria-label='Show tokens'] svg", ".menu:popover-open [data-label='Branch into a new chat'] svg")
     tokens, new_chat = (chat.page.locator(button).inner_html() for button in buttons)
     assert "<path" in tokens and tokens != new_chat
+
+
+def test_alternatives_at_the_end_of_an_answer_fit_a_small_phone(open_page: Any) -> None:
+    """The head shows the text before the token, which is cut off."""
+    chat: RecordedPage = open_page(**SCREENS[320])
+    chat.ask(STORY)
+    chat.page.tap("[aria-label='Show tokens']")
+    tokens = chat.page.locator(".token")
+    tokens.first.wait_for()
+    for at in (tokens.count() // 2, tokens.count() - 3):
+        tokens.nth(at).tap()
+        chat.page.wait_for_selector(".choice")
+        assert find_beyond(chat.page) == []
+        chat.page.tap(".alternatives [aria-label=Close]")
 
 
 def test_click_on_a_word_shows_alternatives_and_one_becomes_a_branch(chat: RecordedPage) -> None:

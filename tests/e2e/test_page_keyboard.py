@@ -304,7 +304,7 @@ def test_control_z_restores_a_deleted_conversation_with_the_focus(chat: Recorded
         if undo == "Enter":
             page.focus(".toast button >> text=Undo")
         else:
-            page.focus("#composer")
+            page.fill("#composer", "Text")
             page.keyboard.press(undo)  # belongs to the text
             assert page.locator(opener).count() == 0
             page.focus(".new-chat")
@@ -313,6 +313,35 @@ def test_control_z_restores_a_deleted_conversation_with_the_focus(chat: Recorded
         chat.until(f"({FOCUSED}).startsWith('{title}')")
         assert page.locator(".toast").count() == 0
         page.wait_for_selector(".answer")
+
+
+def test_control_z_in_the_empty_message_box_restores_the_deleted_conversation(chat: RecordedPage) -> None:
+    page = chat.page
+    chat.keep_toasts()
+    made = create_conversation(chat.server, ["Hello", "Hello."])
+    page.evaluate("hash => location.hash = hash", made)
+    page.wait_for_selector(".answer")
+    page.keyboard.press("Control+Shift+Backspace")
+    page.wait_for_selector(".empty-state")
+    chat.until("document.activeElement.id === 'composer'")
+    page.keyboard.press("Control+z")
+    page.wait_for_selector(".answer")
+    assert page.evaluate("location.hash.slice(1)") == made
+
+
+def test_toast_with_an_action_stays_while_the_mouse_is_over_it(chat: RecordedPage) -> None:
+    page = chat.page
+    page.clock.install()
+    chat.reload()
+    made = create_conversation(chat.server, ["Hello", "Hello."])
+    page.evaluate("hash => location.hash = hash", made)
+    page.wait_for_selector(".answer")
+    page.keyboard.press("Control+Shift+Backspace")
+    undo = page.locator(".toast button >> text=Undo")
+    undo.hover()
+    page.clock.run_for(60_000)
+    undo.click()
+    page.wait_for_selector(".answer")
 
 
 def test_escape_closes_only_the_top_layer(chat: RecordedPage) -> None:

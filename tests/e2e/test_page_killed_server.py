@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.support.ports import free_port
 pytestmark = pytest.mark.slow
 
 WRITTEN = "([...document.querySelectorAll('.answer .prose')].at(-1)?.textContent.length ?? 0)"
+LOADING = {"status": 503, "json": {"status": "loading", "detail": "layer 1 of 2", "progress": 0.5}}
 STORED_CHARS = 120  # the throttled server writes them in 1.5 s, and stores what it has written within one
 
 
@@ -87,4 +89,32 @@ def test_killed_server_loses_no_text_and_the_next_message_works(
             assert answer.get_attribute("data-status") == "interrupted"
             assert answer.locator(".ending span").inner_text().startswith("Interrupted.")
     assert [text.split()[-1] for text in chat.said()] == [str(number) for number in range(num_kills)]
+    chat.context.close()
+
+
+def test_queued_message_waits_until_the_restarted_server_is_ready(mortal: MortalServer, browser: Any) -> None:
+    chat = RecordedPage(browser.new_context(), mortal.url)
+    page = chat.page
+    page.goto(mortal.url)
+    chat.connected()
+    chat.page.route_web_socket(re.compile("/v1/responses"), pass_endless)
+    is_loading = threading.Event()
+    page.route("**/readyz", lambda route: route.fulfill(**LOADING) if is_loading.is_set() else route.continue_())
+    chat.reload()
+    chat.say("Tell me a story")
+    chat.until(f"{WRITTEN} > {STORED_CHARS}")
+    page.fill("#composer", "And another one")
+    page.keyboard.press("Alt+Enter")
+    page.wait_for_selector(".queued-text")
+    is_loading.set()
+    mortal.kill()
+    mortal.restart()
+    page.wait_for_selector("text=Loading the model")
+    page.wait_for_selector(".answer[data-status=interrupted]")
+    page.wait_for_timeout(1000)  # time to send it too early
+    assert page.locator(".queued-text").inner_text() == "And another one"
+    assert page.is_disabled("text=Send the first")
+    is_loading.clear()
+    page.wait_for_selector(".answer >> nth=1")
+    assert chat.said() == ["Tell me a story", "And another one"] and page.locator(".ending-error").count() == 0
     chat.context.close()

@@ -179,6 +179,19 @@ def test_keyboard_of_a_phone_opens_only_when_it_is_wanted(open_page: Any) -> Non
     assert page.evaluate(active) == "textarea"
 
 
+def test_messages_of_a_phone_have_no_focus_frame_at_load(open_page: Any) -> None:
+    chat = _phone(open_page)
+    framed = "document.querySelector('.thread-scroll').matches(':focus-visible')"
+    assert not chat.page.evaluate(framed)
+    chat.page.goto(f"{chat.server}/#{create_conversation(chat.server, ['Question', 'Answer'])}")
+    chat.reload()
+    chat.page.wait_for_selector(".answer-foot")
+    assert not chat.page.evaluate(framed)
+    chat.page.keyboard.press("Tab")
+    chat.page.focus(".thread-scroll")
+    assert chat.page.evaluate(framed), "a key moved the focus"
+
+
 # Of the buttons below the message box: the height of each one's middle, and the places of Stop and the right end.
 FOOT = """(() => {
   const foot = document.querySelector('.composer-foot');

@@ -255,6 +255,16 @@ def test_new_chats_start_with_the_chosen_defaults(chat: RecordedPage) -> None:
     assert sent(chat, frames)["temperature"] == 1.5
 
 
+def test_disabled_buttons_look_disabled(chat: RecordedPage) -> None:
+    chat.page.keyboard.press("Control+,")
+    button = chat.page.locator("button:text('Use as default for new chats')")
+    opacity = "button => [button.disabled, Number(getComputedStyle(button).opacity)]"
+    assert button.evaluate(opacity) == [True, 0.4]
+    chat.page.click("[aria-label='More answers']")
+    chat.page.wait_for_selector("button:text('Use as default for new chats'):enabled")
+    assert button.evaluate(opacity) == [False, 1]
+
+
 def test_system_prompts_are_named_edited_and_deleted(chat: RecordedPage) -> None:
     frames = record(chat)
     chat.page.keyboard.press("Control+,")

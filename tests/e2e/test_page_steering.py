@@ -33,6 +33,24 @@ def test_message_sent_during_an_answer_stops_it_and_keeps_its_tokens(chat: Recor
     assert chat.page.locator(".ending").all_inner_texts()[1].startswith("Stopped."), "the second one was not steered"
 
 
+def test_queued_messages_are_in_the_message_box_after_a_reload(chat: RecordedPage, endless: None) -> None:
+    chat.reload()
+    chat.say("Tell me a story about an owl")
+    chat.until(f"{WRITTEN} > 20")
+    for text in ("the second", "the third"):
+        chat.page.fill("#composer", text)
+        chat.page.keyboard.press("Alt+Enter")
+    chat.page.fill("#composer", "the fourth")
+    chat.reload()
+    chat.page.wait_for_selector("[aria-label=Stop]")  # the answer continues
+    assert chat.page.input_value("#composer") == "the second\n\nthe third\n\nthe fourth"
+    assert chat.page.locator(".queued-text").count() == 0
+    chat.page.keyboard.press("Escape")
+    chat.wait_end(0)
+    chat.page.wait_for_timeout(300)  # time to send a message that was not asked for
+    assert [frame["type"] for frame in chat.sent].count("response.create") == 1
+
+
 def test_queued_messages_follow_and_can_be_taken_back(chat: RecordedPage, endless: None) -> None:
     chat.reload()
     chat.say("Tell me a story about an owl")

@@ -38,8 +38,39 @@ def test_second_turn_hits_the_cache_and_a_reload_keeps_both(chat: RecordedPage) 
 
 
 @pytest.mark.slow
+def test_refused_message_returns_to_the_message_box_and_survives_a_reload(chat: RecordedPage) -> None:
+    text = ("word " * 9000).strip()  # more than the context
+    chat.say(text)
+    notice = chat.page.locator(".full-notice")
+    notice.wait_for()
+    assert notice.get_attribute("role") == "alert"
+    assert "9009 tokens; this model's maximum context length is 2048 tokens. Your message" in notice.inner_text()
+    assert notice.inner_text().endswith("Your message is in the message box again.")
+    for reloaded in (False, True):
+        if reloaded:
+            chat.reload()
+        chat.page.wait_for_selector(".empty-state")
+        assert (chat.page.input_value("#composer"), chat.said()) == (text, [])
+    chat.ask("Hello")
+    assert chat.said() == ["Hello"] and notice.count() == 0
+    chat.reload()
+    chat.page.wait_for_selector(".answer")
+    assert chat.page.input_value("#composer") == ""
+
+
+SEND_AND_WRITE = """text => {
+  document.querySelector('[aria-label=Send]').click();
+  const box = document.querySelector('#composer');
+  box.value = text;
+  box.dispatchEvent(new InputEvent('input', {bubbles: true}));
+}"""
+
+
+@pytest.mark.slow
 def test_failed_turn_is_no_version_of_the_next_message(chat: RecordedPage) -> None:
-    chat.say("word " * 9000)  # more than the context
+    chat.page.fill("#composer", "word " * 9000)  # more than the context
+    chat.page.wait_for_selector("button[aria-label=Send]:enabled")
+    chat.page.evaluate(SEND_AND_WRITE, "Hello")  # so that the refused message does not return to the message box
     refusal = chat.page.locator(".ending-error")
     assert "9009 tokens; this model's maximum context length is 2048 tokens" in refusal.locator("span").inner_text()
     assert refusal.locator("button").all_inner_texts() == ["Edit"], "the same message would be refused again"
@@ -88,9 +119,12 @@ def test_full_chat_after_a_reload_says_why_nothing_is_sent_and_what_works(chat: 
     )
     assert chat.said() == ["Hello"] and page.locator(".full-notice").count() == 0
     page.click("[aria-label='Previous version']")
+    page.fill("#composer", "Hello again")
     page.click(".full-notice button:text('New chat')")
     page.wait_for_selector(".empty-state")
-    chat.ask("Hello again")
+    assert page.input_value("#composer") == "Hello again"
+    page.click("[aria-label=Send]")
+    chat.wait_end(2)
 
 
 @pytest.mark.slow

@@ -189,6 +189,7 @@ async def test_while_loading_requests_are_rejected_and_health_reports_progress()
         with pytest.raises(OverloadedError) as caught:
             await engine.submit(request("r"))
         assert (caught.value.code, caught.value.status) == ("model_loading", 503)
+        assert str(caught.value) == "the model is still loading (half way)"
         child = engine.pid or 0
     assert not is_alive(child)
 

@@ -202,6 +202,7 @@ def test_routes_before_the_model_is_loaded_respond_503(tmp_path: Path) -> None:
         for release in (gate.set, server.engine_gate.set):
             status, headers, answer = server.post(CHAT, **BODY)
             assert status == 503 and answer["error"]["code"] == "model_loading" and "retry-after" in headers
+            assert answer["error"]["message"].startswith("the model is still loading")
             release()
             wait_until(lambda: gate.is_set() and server.gateway.model is not None, "the tokenizer")
         server.wait_ready()

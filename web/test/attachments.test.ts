@@ -113,6 +113,13 @@ describe("attaching", () => {
     expect(list()).toEqual([]);
   });
 
+  it("names a refused file of which the server's error does not say the name", async () => {
+    server.statuses["/v1/attachments"] = 413;
+    server.replies["/v1/attachments"] = { error: { message: "the body is larger than 9 bytes" } };
+    await chat.attachments.add([notes()]);
+    expect(list()[0]!.error).toBe("notes.txt: the body is larger than 9 bytes");
+  });
+
   it("refuses a file over the limit without sending it", async () => {
     const large = new File(["x"], "large.bin");
     Object.defineProperty(large, "size", { value: MAX_FILE_BYTES + 1 });
@@ -170,9 +177,9 @@ describe("attaching", () => {
     expect(chat.attachments.sentWith(user)).toMatchObject([{ tokens: 100 }]);
 
     await chat.attachments.add([notes()]);
-    chat.enqueue("And then?", chat.attachments.take());
+    chat.unsent.enqueue("And then?", chat.attachments.take());
     expect(list()).toEqual([]);
-    chat.dequeue(chat.thread.value.queued.value[0]!);
+    chat.unsent.dequeue(chat.thread.value.queued.value[0]!);
     expect(chat.prefill.text.value).toBe("And then?");
     expect(list()).toMatchObject([{ name: "notes.txt", tokens: 100 }]);
   });

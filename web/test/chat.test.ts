@@ -379,8 +379,8 @@ describe("Chat", () => {
 
   it("sends queued messages one by one, and none after a stop", () => {
     chat.send("One");
-    chat.enqueue("Two");
-    chat.enqueue("Three");
+    chat.unsent.enqueue("Two");
+    chat.unsent.enqueue("Three");
     expect(chat.thread.value.queued.value.map(({ text }) => text)).toEqual(["Two", "Three"]);
     reply(["answer"], "1");
     expect(sent()).toMatchObject({ input: [{ content: "Two" }] });
@@ -388,19 +388,109 @@ describe("Chat", () => {
     reply(["cut"], "2", "cancelled");
     expect(chat.live.value).toBeNull();
     expect(chat.thread.value.queued.value.map(({ text }) => text)).toEqual(["Three"]);
-    chat.sendQueued();
+    chat.unsent.sendFirst();
     expect(sent()).toMatchObject({ input: [{ content: "Three" }] });
-    chat.enqueue("Four");
-    chat.dequeue(chat.thread.value.queued.value[0]!);
+    chat.unsent.enqueue("Four");
+    chat.unsent.dequeue(chat.thread.value.queued.value[0]!);
     expect(chat.prefill.text.value).toBe("Four");
     reply(["answer"], "3");
     expect(chat.live.value).toBeNull();
   });
 
+  it("keeps queued messages across a reload, in the message box and in order", async () => {
+    const stored = async () => {
+      await vi.advanceTimersByTimeAsync(1000);
+      return JSON.parse(localStorage.getItem("chatcache.drafts")!) as unknown;
+    };
+    chat.send("One");
+    for (const text of ["Two", "Three"]) chat.unsent.enqueue(text);
+    reply(["answer"], "1");
+    expect(sent()).toMatchObject({ input: [{ content: "Two" }] });
+    chat.unsent.enqueue("Four");
+    chat.prefill.text.value = "Five";
+    expect(await stored()).toEqual({ conv_1: "Three\n\nFour\n\nFive" });
+    chat.newConversation(); // the queue of a hidden conversation goes on
+    reply(["answer"], "2");
+    expect(sent()).toMatchObject({ input: [{ content: "Three" }] });
+    expect(await stored()).toEqual({ conv_1: "Four\n\nFive" });
+    await chat.open("conv_1");
+    expect(chat.prefill.text.value).toBe("Five");
+    const reloaded = new Chat("ws://test/v1/responses");
+    await reloaded.open("conv_1");
+    expect([reloaded.prefill.text.value, reloaded.thread.value.queued.value]).toEqual(["Four\n\nFive", []]);
+  });
+
+  it("sends the queue only when the server is ready", async () => {
+    chat.send("One");
+    chat.unsent.enqueue("Two");
+    statuses["/readyz"] = 503;
+    replies["/readyz"] = { status: "loading" };
+    void chat.readiness.pollUntilReady();
+    reply(["answer"]);
+    await vi.advanceTimersByTimeAsync(5000);
+    expect(sent()).toMatchObject({ input: [{ content: "One" }] });
+    expect(chat.thread.value.queued.value).toHaveLength(1);
+    statuses["/readyz"] = 200;
+    await vi.advanceTimersByTimeAsync(1000);
+    expect(sent()).toMatchObject({ input: [{ content: "Two" }] });
+  });
+
+  describe("a message that is longer than the context", () => {
+    const refuse = () => {
+      const error = { code: "context_length_exceeded", message: "Too many tokens" };
+      FakeSocket.last.push({ type: "error", stream_id: streamId(), status: 400, error });
+    };
+
+    it("returns to the empty message box, and stays there across a reload", async () => {
+      chat.send("One");
+      reply(["answer"]);
+      chat.send("Long");
+      refuse();
+      expect(texts()).toEqual(["One", "answer"]);
+      expect(chat.prefill.text.value).toBe("Long");
+      expect(chat.thread.value.refusal.value).toBe("Too many tokens. Your message is in the message box again.");
+      await vi.advanceTimersByTimeAsync(1000);
+      const reloaded = new Chat("ws://test/v1/responses");
+      await reloaded.open("conv_1");
+      expect(reloaded.prefill.text.value).toBe("Long");
+      chat.send("Short");
+      expect(sent()).toMatchObject({ previous_item_id: "msg_a10", input: [{ content: "Short" }] });
+      expect(chat.thread.value.refusal.value).toBe("");
+    });
+
+    it("stays in the thread while another text is in the message box", () => {
+      chat.send("Long");
+      chat.prefill.text.value = "Next";
+      refuse();
+      expect([texts(), chat.prefill.text.value]).toEqual([["Long", ""], "Next"]);
+    });
+
+    it("stays in the thread as a version of the edited message", () => {
+      chat.send("One");
+      reply(["answer"]);
+      chat.edit(chat.thread.value.tree.value.path.value[0]!, "Long");
+      refuse();
+      expect([texts(), chat.prefill.text.value]).toEqual([["Long", ""], ""]);
+    });
+
+    it("returns to its hidden conversation", async () => {
+      chat.send("One");
+      reply(["answer"]);
+      chat.send("Long");
+      const stream = sent();
+      await chat.open("conv_7");
+      FakeSocket.last.sent.push(stream);
+      refuse();
+      expect(chat.prefill.text.value).toBe("");
+      await chat.open("conv_1");
+      expect(chat.prefill.text.value).toBe("Long");
+    });
+  });
+
   it("sends a queued message with the settings of the moment when it was written", () => {
     chat.send("One");
     systemPrompt.value = "Be brief.";
-    chat.enqueue("Two");
+    chat.unsent.enqueue("Two");
     systemPrompt.value = "";
     reply(["answer"]);
     expect(sent()).toMatchObject({ instructions: "Be brief." });

@@ -2,11 +2,23 @@
 import { h, render } from "preact";
 import { afterEach, beforeEach, describe, expect, test, vi } from "vitest";
 import { toasts } from "../src/app/notifications";
+import type { Attachment } from "../src/chat/attachments";
 import { Chat } from "../src/chat/chat";
 import { ChatContext } from "../src/ui/context";
 import { FakeSocket, fakeNetwork } from "./fakes";
 
 const MAX_TOKENS = 64;
+const FILE: Attachment = {
+  name: "a.txt",
+  bytes: 1,
+  state: "ready",
+  pasted: null,
+  block: "",
+  tokens: 1,
+  pages: null,
+  cachedTokens: 0,
+  error: "",
+};
 const FULL = "This chat is full. Start a new chat, or edit an earlier message.";
 
 let chat: Chat;
@@ -73,10 +85,12 @@ describe("a chat that fills the context", () => {
     await write("More");
     expect(document.querySelector(".full-notice span")?.textContent).toBe(FULL);
     expect([send().disabled, send().title]).toEqual([true, FULL]);
+    chat.thread.value.attachments.value = [FILE];
     expect(document.querySelector(".ending")?.textContent).not.toContain("Continue");
     document.querySelector<HTMLButtonElement>(".full-notice button")!.click();
     await settle();
     expect([document.querySelector(".full-notice"), chat.thread.value.tree.value.size]).toEqual([null, 0]);
+    expect([area().value, chat.thread.value.attachments.value], "the message moves along").toEqual(["More", [FILE]]);
   });
 
   test("Composer sends, and Continue is offered, while one token is free", async () => {

@@ -59,6 +59,9 @@ export class FakeServer {
 export class FakeDocument extends EventTarget {
   readonly baseURI = "http://test/";
   hidden = false;
+  querySelector(): null {
+    return null;
+  }
 }
 
 class FakeStorage {

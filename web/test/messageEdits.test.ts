@@ -1,5 +1,5 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { toasts, UNDO_MS } from "../src/app/notifications";
+import { dismiss, runAction, toasts, UNDO_MS } from "../src/app/notifications";
 import { DEFAULT_SAMPLING, sampling, setSampling, systemPrompt } from "../src/app/settings";
 import { Chat } from "../src/chat/chat";
 import { type FakeServer, FakeSocket, fakeNetwork } from "./fakes";
@@ -75,10 +75,27 @@ describe("deleting a message", () => {
 
   it("is undone by the toast", async () => {
     chat.edits.remove(message("b"));
-    toasts.value[0]!.action!.run();
-    expect(texts()).toEqual(["a", "b", "c", "d"]);
+    runAction(toasts.value[0]!);
+    expect([texts(), toasts.value]).toEqual([["a", "b", "c", "d"], []]);
     await vi.advanceTimersByTimeAsync(2 * UNDO_MS);
     expect(deletions()).toEqual([]);
+  });
+
+  it("can be undone while the user points at the toast, or has the focus in it", async () => {
+    const held = vi.spyOn(document, "querySelector").mockReturnValue({} as Element);
+    chat.edits.remove(message("b"));
+    await vi.advanceTimersByTimeAsync(5 * UNDO_MS);
+    expect([toasts.value.length, deletions()]).toEqual([1, []]);
+    held.mockReturnValue(null);
+    await vi.advanceTimersByTimeAsync(2000);
+    expect([toasts.value.length, deletions().length]).toEqual([0, 1]);
+  });
+
+  it("is final when the toast is dismissed", async () => {
+    chat.edits.remove(message("b"));
+    dismiss(toasts.value[0]!.id);
+    await idle();
+    expect(deletions()).toHaveLength(1);
   });
 
   it("stays hidden when the conversation is read again before it is deleted", async () => {

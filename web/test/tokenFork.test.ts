@@ -2,7 +2,7 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { toasts } from "../src/app/notifications";
 import { DEFAULT_SAMPLING, prefillWhileTyping, sampling, systemPrompt } from "../src/app/settings";
 import { Chat } from "../src/chat/chat";
-import { doubtLevel, nextDoubt } from "../src/chat/tokenFork";
+import { doubtLevel, nextDoubt } from "../src/chat/tokenChoices";
 import { type FakeServer, FakeSocket, fakeNetwork } from "./fakes";
 
 let server: FakeServer;

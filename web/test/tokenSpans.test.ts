@@ -1,5 +1,6 @@
 import { describe, expect, it } from "vitest";
-import { rankChoices, toTokenSpans } from "../src/chat/tokenFork";
+import { rankChoices } from "../src/chat/tokenChoices";
+import { toTokenSpans } from "../src/chat/tokenFork";
 
 const token = (index: number, start: number | null, end: number | null) => ({ index, start, end });
 

@@ -259,7 +259,7 @@ describe("calls", () => {
   test("queued messages wait until the answer has continued", async () => {
     chat.send("Find it");
     await settle();
-    chat.enqueue("And then?");
+    chat.unsent.enqueue("And then?");
     await answerWith("", ["docs.search", "{}"]);
     expect(sent()).toHaveLength(1);
     answers[0]!.resolve(result("found"));

@@ -12,6 +12,7 @@ export function announce(text: string): void {
 interface ToastAction {
   readonly label: string;
   readonly run: () => void;
+  readonly expired?: () => void; // the toast has gone, and the action with it
 }
 
 interface Toast {
@@ -21,7 +22,9 @@ interface Toast {
 }
 
 const TOAST_MS = 6000;
-export const UNDO_MS = TOAST_MS; // an action can be undone while its toast is shown
+export const UNDO_MS = 10_000; // of a toast with an action
+const HELD_MS = 1000; // until the next look at toasts that are held
+const HELD = ".toasts:is(:hover, :focus-within)"; // the user points at them, or has the focus in them
 let count = 0;
 
 export const toasts = signal<readonly Toast[]>([]);
@@ -30,20 +33,28 @@ export const toasts = signal<readonly Toast[]>([]);
 export function toast(text: string, action: ToastAction | null = null): number {
   const id = ++count;
   toasts.value = [...toasts.value, { id, text, action }];
-  setTimeout(() => dismiss(id), TOAST_MS);
+  const expire = () => {
+    if (document.querySelector(HELD)) setTimeout(expire, HELD_MS);
+    else dismiss(id);
+  };
+  setTimeout(expire, action ? UNDO_MS : TOAST_MS);
   return id;
 }
 
 /** The action of the last toast that offers to undo something. */
 export function pendingUndo(): (() => void) | null {
   const last = toasts.value.findLast(({ action }) => action?.label === "Undo");
-  if (!last) return null;
-  return () => {
-    last.action?.run();
-    dismiss(last.id);
-  };
+  return last ? () => runAction(last) : null;
+}
+
+/** Run the action of a toast, which closes it. */
+export function runAction(chosen: Toast): void {
+  toasts.value = toasts.value.filter((other) => other !== chosen);
+  chosen.action?.run();
 }
 
 export function dismiss(id: number): void {
-  toasts.value = toasts.value.filter((other) => other.id !== id);
+  const gone = toasts.value.find((other) => other.id === id);
+  toasts.value = toasts.value.filter((other) => other !== gone);
+  gone?.action?.expired?.();
 }

@@ -168,7 +168,8 @@ export class Attachments {
       return { ...done, cachedTokens: await this.cachedTokens(thread, done) };
     } catch (error) {
       const isRefusal = error instanceof Error && "status" in error;
-      return failed(entry, isRefusal ? error.message : `${entry.name} could not be read or sent`);
+      const reason = isRefusal ? error.message : `${entry.name} could not be read or sent`;
+      return failed(entry, reason.includes(entry.name) ? reason : `${entry.name}: ${reason}`);
     }
   }
 

@@ -1,6 +1,8 @@
 // The branches of a conversation: messages of their own, tokens shared with others, and how many of them are cached.
 
-import type { PromptCoverage } from "../api/rest";
+import { deleteItem, type PromptCoverage } from "../api/rest";
+import { toast } from "../app/notifications";
+import type { Chat } from "./chat";
 import type { Message, Tree } from "./tree";
 
 export interface Branch {
@@ -95,4 +97,23 @@ export function withMark(metadata: Metadata | null | undefined, id: string, mark
   if (marks.length === 0) return rest;
   const text = JSON.stringify(Object.fromEntries(marks.map(([key, { starred, name }]) => [key, [+starred, name]])));
   return text.length > MAX_CHARS ? null : { ...rest, [KEY]: text };
+}
+
+/** Delete the messages that only this branch has, the last one first. */
+export async function removeBranch(chat: Chat, { path, ownFrom }: Branch): Promise<void> {
+  const thread = chat.thread.value;
+  const conversation = thread.id.value;
+  if (thread.live.value || conversation === null) return;
+  await chat.edits.flush();
+  try {
+    for (const message of path.slice(ownFrom).toReversed()) {
+      const item = message.id.value;
+      if (item !== null) await chat.conversations.trackOwnChange(deleteItem(conversation, item));
+      thread.tree.value.remove(message);
+    }
+    toast("Branch deleted.");
+  } catch (error) {
+    toast(`Not deleted. ${(error as Error).message}`);
+  }
+  await chat.loader.refresh(thread, conversation);
 }

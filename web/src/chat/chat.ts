@@ -14,7 +14,6 @@ import { CacheCoverageWatch } from "../server/cacheCoverage";
 import { ReadinessPoller } from "../server/readiness";
 import { type Attachment, Attachments, joinMessage } from "./attachments";
 import { ConversationLoader } from "./conversationLoader";
-import { Drafts } from "./drafts";
 import { LiveSync } from "./liveSync";
 import { MessageEdits } from "./messageEdits";
 import { PrefillAhead } from "./prefillAhead";
@@ -25,6 +24,7 @@ import { TokenForks } from "./tokenFork";
 import { ToolServers } from "./toolServers";
 import type { Message } from "./tree";
 import { type ForkStart, Turn } from "./turn";
+import { composeMessage, UnsentMessages } from "./unsent";
 
 // Parameters named by the error for a stop or drop request that arrived after the end of the response: not shown.
 const LATE_REQUEST_PARAMS = new Set(["response_id", "candidate"]);
@@ -49,6 +49,7 @@ export class Chat {
   /** Number of tokens that a prompt may have; 0: unknown. */
   readonly maxTokens = computed(() => this.session.value?.max_model_len ?? this.readiness.contextTokens.value);
   readonly prefill: PrefillAhead;
+  readonly unsent: UnsentMessages;
   readonly forks = new TokenForks(this);
   readonly toolServers = new ToolServers();
   readonly autoTitler = new AutoTitler(this.conversations);
@@ -77,7 +78,11 @@ export class Chat {
     });
     this.attachments = new Attachments(this.thread, afterPrompt, () => this.maxTokens.value);
     this.prefill = new PrefillAhead(target, (frame) => this.socket.send(frame), this.attachments.ready);
-    new Drafts(this.thread, this.prefill.text);
+    // not while it is asked whether it is ready: after a lost connection it may be another process, which is loading
+    const isReady = computed(() => this.socket.state.value === "open" && !this.readiness.isPolling.value);
+    this.unsent = new UnsentMessages(this.thread, this.prefill.text, this.attachments, isReady, (thread, message) =>
+      this.sendIn(thread, message),
+    );
     this.liveSync = new LiveSync(this.socket, this.conversations, this.loader, this.streams, {
       shown: () => this.thread.peek(),
       changed: (before, now) => this.onRemoteChange(before, now),
@@ -119,42 +124,13 @@ export class Chat {
   send(text: string, only: Partial<Sampling> = {}, files: readonly Attachment[] = []): void {
     const thread = this.thread.value;
     if (thread.state.value !== "ready") return;
-    const message = { text, files, settings: { ...sampling.value, ...only }, instructions: systemPrompt.value };
+    const message = composeMessage(text, files, only);
     const turn = thread.live.value;
     if (turn) {
       thread.queued.value = [message, ...thread.queued.value];
       turn.isSteered = true;
       this.streams.stop(turn);
     } else this.sendIn(thread, message);
-  }
-
-  /** Send a message when the running answer, and those to the messages queued before, have ended. */
-  enqueue(text: string, files: readonly Attachment[] = []): void {
-    const thread = this.thread.value;
-    if (!thread.live.value) {
-      this.send(text, {}, files);
-      return;
-    }
-    const message = { text, files, settings: sampling.value, instructions: systemPrompt.value };
-    thread.queued.value = [...thread.queued.value, message];
-    announce(`Queued. ${thread.queued.value.length} waiting.`);
-  }
-
-  /** Remove a queued message, and put it into an empty message box. */
-  dequeue(message: QueuedMessage): void {
-    const { queued, attachments } = this.thread.value;
-    queued.value = queued.value.filter((each) => each !== message);
-    if (this.prefill.text.value.trim() !== "" || attachments.value.length > 0) return;
-    this.prefill.text.value = message.text;
-    attachments.value = message.files;
-  }
-
-  /** Send the first queued message, if no answer is running. */
-  sendQueued(thread = this.thread.value): void {
-    const [first, ...rest] = thread.queued.value;
-    if (!first || thread.live.value) return;
-    thread.queued.value = rest;
-    this.sendIn(thread, first);
   }
 
   private sendIn(thread: Thread, { text: written, files, settings, instructions }: QueuedMessage): void {
@@ -165,6 +141,7 @@ export class Chat {
     if (turn) turn.showsCandidates.value = false; // continuing counts as picking the shown candidate
     for (const run of leaf?.callRuns.value.values() ?? []) if (run.phase === "running") run.stop();
     thread.compared.value = null;
+    thread.refusal.value = "";
     const user = tree.add({ key: this.newKey("user"), parent: leaf?.key ?? null, role: "user", text });
     this.attachments.markSent(user, files);
     thread.suggestions.value = thread.suggestions.value.filter((suggestion) => suggestion !== written);
@@ -341,14 +318,15 @@ export class Chat {
     if (this.thread.value.id.value === head.id) this.settingsSync.attach(head.id);
   }
 
-  private onEnded({ thread, turn }: ResponseStream): void {
+  private onEnded({ thread, turn, above }: ResponseStream): void {
     const id = thread.id.value;
     const isShown = thread === this.thread.value;
     if (turn.isSteered) turn.markSteered();
+    if (turn.isTooLong && above) this.unsent.takeBack(thread, above, turn.candidates[0]!.error.value);
     void this.afterTurn(thread, turn);
     const calling = turn.callingAnswer;
     if (calling) void import("./toolLoop").then(({ startCalls }) => startCalls(this, thread, calling));
-    else if (!turn.failed && (turn.isSteered || !turn.stopRequested)) this.sendQueued(thread);
+    else if (!turn.failed && (turn.isSteered || !turn.stopRequested)) this.unsent.sendFirstWhenReady(thread);
     if (turn.failed) void this.readiness.pollUntilReady(); // the model may have failed
     if (id === null) {
       announce(describeEnding(turn));

@@ -1,9 +1,8 @@
 // Changes of stored messages: write another version of an answer, delete a message (with undo), branch into a new chat.
 import type { ReadonlySignal } from "@preact/signals";
 import * as rest from "../api/rest";
-import { dismiss, toast, UNDO_MS } from "../app/notifications";
+import { dismiss, toast } from "../app/notifications";
 import type { Conversations } from "../conversations/conversations";
-import type { Branch } from "./branchList";
 import type { ConversationLoader } from "./conversationLoader";
 import type { Thread } from "./thread";
 import type { Message, RemovedMessage } from "./tree";
@@ -16,7 +15,6 @@ interface PendingDeletion {
   readonly conversation: string;
   readonly item: string;
   readonly removed: RemovedMessage;
-  readonly timer: ReturnType<typeof setTimeout>;
   readonly toast: number;
   readonly onUndone: () => void;
 }
@@ -65,7 +63,7 @@ export class MessageEdits {
     }
   }
 
-  /** Hide a message now, and delete it on the server when the undo period is over. What followed it stays. */
+  /** Hide a message now, and delete it on the server when that can no longer be undone. What followed it stays. */
   remove(message: Message, onUndone: () => void = () => {}): void {
     const thread = this.thread.value;
     const conversation = thread.id.value;
@@ -75,28 +73,12 @@ export class MessageEdits {
     const removed = thread.tree.value.remove(message);
     if (conversation === null || item === null) return; // never stored
     thread.hidden.add(item);
-    const timer = setTimeout(() => void this.flush(), UNDO_MS);
-    const shown = toast("Message deleted. What followed it stays.", { label: "Undo", run: () => this.undo() });
-    this.pending = { thread, conversation, item, removed, timer, toast: shown, onUndone };
-  }
-
-  /** Delete the messages that only this branch has, the last one first. */
-  async removeBranch({ path, ownFrom }: Branch): Promise<void> {
-    const thread = this.thread.value;
-    const conversation = thread.id.value;
-    if (thread.live.value || conversation === null) return;
-    await this.flush();
-    try {
-      for (const message of path.slice(ownFrom).toReversed()) {
-        const item = message.id.value;
-        if (item !== null) await this.conversations.trackOwnChange(rest.deleteItem(conversation, item));
-        thread.tree.value.remove(message);
-      }
-      toast("Branch deleted.");
-    } catch (error) {
-      toast(`Not deleted. ${(error as Error).message}`);
-    }
-    await this.loader.refresh(thread, conversation);
+    const shown = toast("Message deleted. What followed it stays.", {
+      label: "Undo",
+      run: () => this.undo(),
+      expired: () => void this.flush(),
+    });
+    this.pending = { thread, conversation, item, removed, toast: shown, onUndone };
   }
 
   /** Copy the branch that ends with `message` into a new conversation; returns its id, or null if that failed. */
@@ -124,8 +106,7 @@ export class MessageEdits {
 
   private undo(): void {
     if (this.pending === null) return;
-    const { thread, item, removed, timer, onUndone } = this.pending;
-    clearTimeout(timer);
+    const { thread, item, removed, onUndone } = this.pending;
     this.pending = null;
     thread.hidden.delete(item);
     thread.tree.value.restore(removed);
@@ -135,7 +116,6 @@ export class MessageEdits {
   private async deleteNow(deletion: PendingDeletion): Promise<void> {
     const { thread, conversation, item } = deletion;
     this.pending = null;
-    clearTimeout(deletion.timer);
     dismiss(deletion.toast);
     try {
       await this.conversations.trackOwnChange(rest.deleteItem(conversation, item));

@@ -25,6 +25,7 @@ export class Thread {
   readonly live = signal<Turn | null>(null);
   readonly suggestions = signal<readonly string[]>([]); // follow-up messages suggested by a starter
   readonly queued = signal<readonly QueuedMessage[]>([]); // sent one by one when the running answer ends
+  readonly refusal = signal(""); // why the last message was refused and is in the message box again
   readonly compared = signal<readonly Message[] | null>(null); // answers of several requests, shown side by side
   readonly hidden = new Set<string>(); // ids of messages whose deletion can still be undone
   // Tools that run without a question. Not stored: conversations are imported, too.

@@ -117,18 +117,13 @@ export class TokenForks {
 
 const NUM_ALTERNATIVES = 8;
 const NUM_INLINE = 4; // alternatives of each token of an answer
-const DOUBT = 0.5; // a token with a smaller probability is a doubt
+export const DOUBT = 0.5; // a token with a smaller probability is a doubt
 
 /** A token that shows text. `index` is its position among all tokens, where a fork cuts. */
 export interface TokenSpan {
   readonly index: number;
   readonly text: string;
   readonly start: number; // in UTF-16 units
-}
-
-export interface Choice extends Alternative {
-  readonly isOriginal: boolean;
-  readonly rank: number | null; // null: beyond the ranks that the server returns
 }
 
 /** A clicked word: its offset in the text (null: unknown) and its position on screen. */
@@ -210,28 +205,6 @@ export class TokenInspector {
     const at = spans.findIndex((span) => offset < span.start + span.text.length);
     return at === -1 ? null : at;
   }
-}
-
-/** Return the most likely tokens, with the original token added if it is not among them. */
-export function rankChoices(response: Alternatives): readonly Choice[] {
-  const original = response.token.id;
-  const choices = response.alternatives.map((each, index) => ({
-    ...each,
-    rank: index + 1,
-    isOriginal: each.id === original,
-  }));
-  return choices.some((choice) => choice.isOriginal) ? choices : [...choices, { ...response.token, isOriginal: true }];
-}
-
-/** Level of doubt at a token, 0 (sure) to 4. */
-export function doubtLevel(probability: number): number {
-  return [0.9, DOUBT, 0.25, 0.1].filter((limit) => probability < limit).length;
-}
-
-/** The doubt after `from` (or before it), around the ends; null if there is none. */
-export function nextDoubt(doubts: readonly number[], from: number, step: 1 | -1): number | null {
-  const next = step === 1 ? doubts.find((at) => at > from) : doubts.findLast((at) => at < from);
-  return next ?? doubts.at(step === 1 ? 0 : -1) ?? null;
 }
 
 /** Map tokens to text spans. Offsets of the API count characters; JavaScript strings count UTF-16 units. */

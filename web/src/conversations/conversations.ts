@@ -4,7 +4,7 @@ import { computed, signal } from "@preact/signals";
 import type { RunningResponse, WireConversation } from "../api/frames";
 import * as rest from "../api/rest";
 import { load, save } from "../app/browser";
-import { toast, UNDO_MS } from "../app/notifications";
+import { toast } from "../app/notifications";
 import { isPinned, type Metadata, sameMetadata, withPin } from "./metadata";
 import { OfflineCopies } from "./offlineCopies";
 
@@ -234,18 +234,17 @@ export class Conversations {
     }
   }
 
-  /** Hide the conversation now and delete it on the server when the undo period is over. */
+  /** Hide the conversation now and delete it on the server when that can no longer be undone. */
   remove(id: string, undone: () => void): void {
     const title = this.find(id)?.title ?? "Conversation";
     this.pendingDeletes.value = new Set([...this.pendingDeletes.value, id]);
-    const timer = setTimeout(() => void this.deleteNow(id), UNDO_MS);
     toast(`“${title}” deleted.`, {
       label: "Undo",
       run: () => {
-        clearTimeout(timer);
         this.cancelDelete(id);
         undone();
       },
+      expired: () => void this.deleteNow(id),
     });
   }
 

@@ -18,14 +18,14 @@ interface ReadyBody {
 export class ReadinessPoller {
   readonly status = signal<Readiness>({ phase: "unknown" });
   readonly contextTokens = signal(0);
-  private isPolling = false;
+  readonly isPolling = signal(false);
 
   /** Poll until the server is ready. */
   async pollUntilReady(): Promise<void> {
-    if (this.isPolling) return;
-    this.isPolling = true;
+    if (this.isPolling.value) return;
+    this.isPolling.value = true;
     while (!(await this.poll())) await new Promise((resolve) => setTimeout(resolve, POLL_MS));
-    this.isPolling = false;
+    this.isPolling.value = false;
   }
 
   /** Poll periodically, so that a failed model is noticed before the next request. Call once. */

@@ -1,7 +1,7 @@
 // The page: sidebar, top bar, thread, composer, panels, toasts.
 
 import { useLayoutEffect, useRef } from "preact/hooks";
-import { announcement, dismiss, toasts } from "../app/notifications";
+import { announcement, dismiss, runAction, toasts } from "../app/notifications";
 import type { Chat } from "../chat/chat";
 import { Banner } from "./Banner";
 import { Composer } from "./Composer";
@@ -172,14 +172,7 @@ function Toasts() {
         <div key={toast.id} class="toast">
           <span>{toast.text}</span>
           {toast.action && (
-            <button
-              type="button"
-              class="link"
-              onClick={() => {
-                toast.action?.run();
-                dismiss(toast.id);
-              }}
-            >
+            <button type="button" class="link" onClick={() => runAction(toast)}>
               {toast.action.label}
             </button>
           )}

@@ -23,6 +23,7 @@ export function Composer() {
   const text = chat.prefill.text;
   const { attachments } = chat;
   const live = chat.live.value;
+  const thread = chat.thread.value;
   const ready = chat.ready.value;
   const isFull = live === null && attachments.isFull.value;
 
@@ -33,10 +34,9 @@ export function Composer() {
     box.style.height = `${Math.min(MAX_HEIGHT_PX, box.scrollHeight)}px`;
   };
   useEffect(() => {
-    if (restoredConversation.value === null || restoredConversation.value !== chat.thread.value.id.value)
-      focusComposer();
+    if (restoredConversation.value === null || restoredConversation.value !== thread.id.value) focusComposer();
     restoredConversation.value = null;
-  }, [chat.thread.value]);
+  }, [thread]);
   useLayoutEffect(() => {
     const box = area.current;
     if (!box || box.value === text.value) return;
@@ -61,7 +61,7 @@ export function Composer() {
     const message = text.value.trim();
     const files = attachments.take();
     text.value = "";
-    if (queue) chat.enqueue(message, files);
+    if (queue && live) chat.unsent.enqueue(message, files);
     else chat.send(message, {}, files);
     focusComposer(); // the pressed button may go
   };
@@ -89,6 +89,11 @@ export function Composer() {
   return (
     <div class="composer-area">
       {isFull ? <FullNotice /> : <Suggestions />}
+      {thread.refusal.value && (
+        <p class="full-notice" role="alert">
+          {thread.refusal.value}
+        </p>
+      )}
       <QueuedMessages />
       {PROMPT_NAME.test(text.value) && <PromptMenu area={area} />}
       <form
@@ -189,7 +194,7 @@ function FullNotice() {
   return (
     <div class="full-notice" role="status">
       <span>{FULL}</span>
-      <button type="button" class="button" onClick={() => chat.newConversation()}>
+      <button type="button" class="button" onClick={() => chat.unsent.carryTo(() => chat.newConversation())}>
         New chat
       </button>
     </div>
@@ -209,14 +214,19 @@ function QueuedMessages() {
           <span class="queued-text" dir="auto">
             {[...message.files.map(({ name }) => `[${name}]`), message.text].join(" ")}
           </span>
-          <button type="button" class="tool" aria-label="Remove from the queue" onClick={() => chat.dequeue(message)}>
+          <button
+            type="button"
+            class="tool"
+            aria-label="Remove from the queue"
+            onClick={() => chat.unsent.dequeue(message)}
+          >
             <Close />
           </button>
         </li>
       ))}
       {!thread.live.value && (
         <li>
-          <button type="button" class="chip" onClick={() => chat.sendQueued()}>
+          <button type="button" class="chip" disabled={!chat.ready.value} onClick={() => chat.unsent.sendFirst()}>
             Send the first
           </button>
         </li>

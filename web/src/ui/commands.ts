@@ -36,14 +36,9 @@ export interface Command {
 }
 
 const hasControl = (event: KeyboardEvent) => event.ctrlKey || event.metaKey;
-/** Whether the key belongs to a text field: in one with text, Alt and Option move the caret or type other letters. */
-function belongsToText({ target, altKey }: KeyboardEvent): boolean {
-  if (!altKey || !(target instanceof HTMLInputElement || target instanceof HTMLTextAreaElement)) return false;
-  return target.value !== "";
-}
-/** Whether the focus is in a text field, which has an undo of its own. */
-const isInText = (event: KeyboardEvent | null) =>
-  event?.target instanceof HTMLInputElement || event?.target instanceof HTMLTextAreaElement;
+/** Whether the focus is in a text: there Ctrl+Z undoes typing, and Alt and Option move the caret or type other letters. */
+const isInText = ({ target }: Event) =>
+  (target instanceof HTMLInputElement || target instanceof HTMLTextAreaElement) && target.value !== "";
 const control = (code: string) => (event: KeyboardEvent) => hasControl(event) && !event.shiftKey && event.code === code;
 const controlShift = (code: string) => (event: KeyboardEvent) =>
   hasControl(event) && event.shiftKey && event.code === code;
@@ -269,7 +264,7 @@ export const COMMANDS: readonly Command[] = [
     keys: "Ctrl+Z",
     label: "Undo a deletion while that is offered",
     matches: control("KeyZ"),
-    applies: (_, event) => pendingUndo() !== null && !isInText(event),
+    applies: (_, event) => pendingUndo() !== null && !(event && isInText(event)),
     run: () => pendingUndo()?.(),
     keysOnly: true,
   },
@@ -326,7 +321,7 @@ export const COMMANDS: readonly Command[] = [
 
 /** The command that a key runs now. */
 export function commandOf(chat: Chat, event: KeyboardEvent): Command | undefined {
-  if (event.isComposing || event.defaultPrevented || belongsToText(event)) return undefined;
+  if (event.isComposing || event.defaultPrevented || (event.altKey && isInText(event))) return undefined;
   if (isEscape(event) && document.querySelector("dialog[open]")) return undefined; // closes only the dialog
   return COMMANDS.find(({ matches, applies, run }) => matches?.(event) && run && applies?.(chat, event) !== false);
 }

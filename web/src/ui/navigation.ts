@@ -134,5 +134,7 @@ export function isTouch(): boolean {
  */
 export function focusComposer(wanted = false): void {
   const isAllowed = wanted || matchMedia("(pointer: fine)").matches || document.activeElement?.id === "composer";
-  document.querySelector<HTMLElement>(isAllowed ? "#composer" : ".thread-scroll")?.focus();
+  if (isAllowed) document.getElementById("composer")?.focus();
+  // not at the load of the page: without a tap before it, the browser would frame the messages
+  else if (navigator.userActivation?.hasBeenActive) document.querySelector<HTMLElement>(".thread-scroll")?.focus();
 }

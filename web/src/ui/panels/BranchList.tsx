@@ -17,6 +17,7 @@ import {
   ownStart,
   ownText,
   readMarks,
+  removeBranch,
   withMark,
 } from "../../chat/branchList";
 import { compareTexts } from "../../chat/compare";
@@ -178,7 +179,7 @@ function BranchRow({ branch, name, mark, tokens, isShown, isPaired, onPair }: Ro
           disabled={chat.live.value !== null}
           onBlur={() => (deleting.value = false)}
           onClick={() => {
-            if (deleting.value) void chat.edits.removeBranch(branch);
+            if (deleting.value) void removeBranch(chat, branch);
             deleting.value = !deleting.value;
           }}
         >

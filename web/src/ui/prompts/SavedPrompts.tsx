@@ -15,6 +15,7 @@ import { Modal } from "../Modal";
 import { closeDialog } from "../navigation";
 import "./saved-prompts.css";
 
+const NAME_RULE = "small letters, digits and -";
 const NEW: PromptFields = { name: "", text: "", description: "" };
 
 export function SavedPrompts() {
@@ -143,14 +144,14 @@ function PromptForm({ prompt, onSave, onCancel }: FormProps) {
       }}
     >
       <label class="field">
-        <span class="field-label">Name</span>
+        <span class="field-label">Name ({NAME_RULE})</span>
         <input
           type="text"
           name="name"
           required
           maxLength={64}
           pattern="[a-z0-9][a-z0-9\-]*"
-          title="Small letters, digits and -"
+          title={NAME_RULE}
           autocomplete="off"
           defaultValue={prompt.name}
         />

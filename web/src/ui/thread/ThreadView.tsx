@@ -10,12 +10,13 @@ import { EmptyState } from "../EmptyState";
 import { Down } from "../icons";
 import { lazy } from "../lazy";
 import { focusComposer, requestedMessage, restoredMessage } from "../navigation";
-import { Answer, LiveBeams } from "./Answer";
+import { Answer } from "./Answer";
 import { Candidates } from "./Candidates";
 import { ThreadScroll } from "./threadScroll";
 import { UserMessage } from "./UserMessage";
 import { MAX_UNVIRTUALIZED_ROWS } from "./virtualRows";
 
+const LiveBeams = lazy(async () => (await import("./LiveBeams")).LiveBeams);
 const ComparedAnswers = lazy(async () => (await import("./CompareSettings")).ComparedAnswers);
 
 export function ThreadView() {

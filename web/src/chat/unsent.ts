@@ -1,0 +1,95 @@
+// Written messages that are not sent: those queued behind the running answer, and those that the server refused.
+
+import type { ReadonlySignal, Signal } from "@preact/signals";
+import { announce } from "../app/notifications";
+import { type Sampling, sampling, systemPrompt } from "../app/settings";
+import { type Attachment, type Attachments, splitMessage } from "./attachments";
+import { Drafts, joinTexts } from "./drafts";
+import type { QueuedMessage, Thread } from "./thread";
+import type { Message } from "./tree";
+
+export class UnsentMessages {
+  private readonly drafts: Drafts;
+  private readonly waiting = new Set<Thread>(); // threads whose queue is sent as soon as the server is ready
+
+  /** `text`: content of the message box. */
+  constructor(
+    private readonly thread: ReadonlySignal<Thread>,
+    private readonly text: Signal<string>,
+    private readonly attachments: Attachments,
+    private readonly isReady: ReadonlySignal<boolean>,
+    private readonly send: (thread: Thread, message: QueuedMessage) => void,
+  ) {
+    this.drafts = new Drafts(thread, text);
+    isReady.subscribe(() => this.sendWaiting());
+  }
+
+  /** Send a message when the running answer, and those to the messages queued before, have ended. */
+  enqueue(text: string, files: readonly Attachment[] = []): void {
+    const { queued } = this.thread.value;
+    queued.value = [...queued.value, composeMessage(text, files)];
+    announce(`Queued. ${queued.value.length} waiting.`);
+  }
+
+  /** Remove a queued message, and put it into an empty message box. */
+  dequeue(message: QueuedMessage): void {
+    const { queued, attachments } = this.thread.value;
+    queued.value = queued.value.filter((each) => each !== message);
+    if (this.text.value.trim() !== "" || attachments.value.length > 0) return;
+    this.text.value = message.text;
+    attachments.value = message.files;
+  }
+
+  /** Send the first queued message, if no answer is running. */
+  sendFirst(thread = this.thread.value): void {
+    const [first, ...rest] = thread.queued.value;
+    if (!first || thread.live.value) return;
+    thread.queued.value = rest;
+    this.send(thread, first);
+  }
+
+  /** Send the first queued message as soon as the server is ready. */
+  sendFirstWhenReady(thread: Thread): void {
+    this.waiting.add(thread);
+    this.sendWaiting();
+  }
+
+  private sendWaiting(): void {
+    if (!this.isReady.value) return;
+    for (const thread of this.waiting) {
+      this.waiting.delete(thread);
+      this.sendFirst(thread);
+    }
+  }
+
+  /** Move a refused new message, which the server has not stored, back into the message box if that is empty. */
+  takeBack(thread: Thread, refused: Message, reason: string): void {
+    const tree = thread.tree.value;
+    const isNew = refused.id.value === null && tree.siblings(refused).length === 1; // not an edited one
+    if (!isNew || thread.attachments.value.length > 0) return;
+    if (!this.drafts.restore(thread, splitMessage(refused.text.value).text)) return;
+    thread.attachments.value = this.attachments.sentWith(refused);
+    thread.refusal.value = `${reason}. Your message is in the message box again.`;
+    for (const each of [...tree.childrenOf(refused.key), refused]) tree.remove(each);
+  }
+
+  /** Take what is written in the message box along to the thread that `show` shows. */
+  carryTo(show: () => void): void {
+    const written = this.text.value;
+    const files = this.attachments.take();
+    this.text.value = "";
+    show();
+    const { attachments } = this.thread.value;
+    this.text.value = joinTexts(this.text.value, written);
+    attachments.value = [...attachments.value, ...files];
+  }
+}
+
+/** A message with the settings of this moment. `only` overrides the sampling. */
+export function composeMessage(
+  text: string,
+  files: readonly Attachment[],
+  only: Partial<Sampling> = {},
+): QueuedMessage {
+  return { text, files, settings: { ...sampling.value, ...only }, instructions: systemPrompt.value };
+}
