@@ -73,10 +73,12 @@ export function getConversation(id: string): Promise<WireConversation> {
 /** Return every message of every branch, oldest first. `known`: finished messages that were listed first before. */
 export async function listItems(id: string, known: readonly StoredItem[] = []): Promise<readonly StoredItem[]> {
   const route = `${conversationPath(id)}/items?branches=all`;
-  const last = known.at(-1);
-  const added = last && (await call<ItemPage>("GET", `${route}&after=${last.id}`).catch(() => null));
-  if (added && added.total === known.length + added.data.length) return [...known, ...added.data];
-  return (await call<ItemPage>("GET", route)).data; // the first reading, or a message was deleted
+  if (known.length > 0) {
+    const { data, total } = await call<ItemPage>("GET", `${route}&order=desc&limit=20`);
+    const numAdded = data.findIndex((item) => item.id === known.at(-1)!.id);
+    if (numAdded >= 0 && total === known.length + numAdded) return [...known, ...data.slice(0, numAdded).reverse()];
+  }
+  return (await call<ItemPage>("GET", route)).data; // the first reading, a message was deleted, or many were added
 }
 
 interface ConversationChange {
