@@ -24,7 +24,7 @@ interface Toast {
 const TOAST_MS = 6000;
 export const UNDO_MS = 10_000; // of a toast with an action
 const HELD_MS = 1000; // until the next look at toasts that are held
-const HELD = ".toasts:is(:hover, :focus-within)"; // the user points at them, or has the focus in them
+const HELD = ".toasts:focus-within"; // not :hover, which stays after a tap
 let count = 0;
 
 export const toasts = signal<readonly Toast[]>([]);
