@@ -18,7 +18,7 @@ from chatcache.cluster.routing import RoutedPrompt
 from chatcache.cluster.worker_host import GatewayLoads, WorkerHost
 from chatcache.config import EngineConfig
 from chatcache.engine_process.process import EngineProcess
-from chatcache.types.events import Failed, Finished, Started, Tokens
+from chatcache.types.events import EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.request import GenerateRequest, SamplingParams
 from chatcache.types.stats import EngineHealth, ModelInfo, WorkerReport
 from tests.cluster.test_workers import collect, gateway, tokens_of
@@ -174,7 +174,12 @@ async def test_load_of_other_gateways_counts_and_is_replaced_by_the_next_report(
 async def test_reservations_are_returned_however_a_request_ends(server: RedisServer) -> None:
     async with routers(server, 1) as (router,):
         loads = list(router._loads.all())
-        events = (Started("r", 1, 40, 0), Tokens("r", 9, 0, (1,)), Failed("r", 1, "", ""), Finished("r", 1, 4, 0, 0))
+        events: list[EngineEvent] = [
+            Started("r", 1, 40, 0),
+            Tokens("r", 9, 0, (1,)),
+            Failed("r", 1, "", ""),
+            Finished("r", 1, 4, 0, 0),
+        ]
         for first, event in zip(range(0, 400, 100), events, strict=True):  # no prompt is cached where another has run
             routed = await router.locate(request("r", tuple(range(first, first + 40))))
             router.choose(routed)
