@@ -29,6 +29,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from chatcache.scheduler.batch import Step
 from chatcache.scheduler.request import Branch, LiveRequest
@@ -50,7 +51,15 @@ MAX_DELAY = 0.5
 MIN_DECODE_BRANCHES = 4
 """For each further namespace, so many branches decode in a step whatever the measured speed: a step has other costs."""
 
-FIRST_TURN = ((-1, -1), 0)  # place of the last branch that decoded, number of branches beyond the share so far
+
+class Turn(NamedTuple):
+    """Where a namespace is whose branches take turns.
+
+    `last`: order of the last branch that decoded. `num_ahead`: how many branches decoded beyond the share so far.
+    """
+
+    last: tuple[int, int] = (-1, -1)
+    num_ahead: int = 0
 
 
 class VirtualTokenCounter:
@@ -124,7 +133,7 @@ class DecodeShares:
         self._min_branches = min_branches
         self._branches: list[Branch] = []
         self._indices: dict[str, list[int]] = {}  # into `_branches`, of each namespace
-        self._turns: dict[str, tuple[tuple[int, int], int]] = {}  # see FIRST_TURN
+        self._turns: dict[str, Turn] = {}  # of the namespaces whose branches rested in the last step
 
     def choose(self, branches: list[Branch]) -> list[int] | None:
         """Return which of the branches, given in service order, decode in the next step; None for all of them.
@@ -147,29 +156,28 @@ class DecodeShares:
             if share == len(indices):
                 chosen += indices
             else:
-                taken, self._turns[namespace] = self._take_turns(indices, share, *before.get(namespace, FIRST_TURN))
+                taken, self._turns[namespace] = self._take_turns(indices, share, before.get(namespace, Turn()))
                 chosen += taken
         return sorted(chosen)
 
     def _max_branches(self, counts: Sequence[int]) -> int:
         """Return how many branches may decode in a step, of namespaces with so many branches each."""
-        line = self._speed.line()
-        if len(counts) < 2 or line is None or not line[1]:
+        fit = self._speed.linear_fit()
+        if len(counts) < 2 or fit is None or not fit[1]:
             return sum(counts)
-        fixed_s, branch_s = line
+        fixed_s, branch_s = fit
         fewest = min(counts)
         num_others = max(int(MAX_DELAY * (fixed_s / branch_s + fewest)), fewest, self._min_branches)
         return fewest + (len(counts) - 1) * num_others
 
-    def _take_turns(
-        self, indices: Sequence[int], share: int, last: tuple[int, int], num_ahead: int
-    ) -> tuple[list[int], tuple[tuple[int, int], int]]:
-        """Choose about `share` of the branches, beginning after `last`; also return the turns for the next step.
+    def _take_turns(self, indices: Sequence[int], share: int, turn: Turn) -> tuple[list[int], Turn]:
+        """Choose about `share` of the branches, beginning after those of the last step; also return the next turn.
 
         Besides those that belong to branches outside the decode batch, which decode in every step and do not count.
         """
-        groups = [list(group) for _, group in groupby(indices, key=self._turn)]
-        first = bisect_right(groups, last, key=lambda group: self._turn(group[0]))
+        last, num_ahead = turn
+        groups = [list(group) for _, group in groupby(indices, key=self._order)]
+        first = bisect_right(groups, last, key=lambda group: self._order(group[0]))
         chosen: list[int] = []
         for group in (*groups[first:], *groups[:first]):
             request = self._branches[group[0]].request
@@ -178,10 +186,10 @@ class DecodeShares:
             elif num_ahead < share:
                 chosen += group
                 num_ahead += len(group)
-                last = self._turn(group[0])
-        return chosen, (last, max(num_ahead - share, 0))
+                last = self._order(group[0])
+        return chosen, Turn(last, max(num_ahead - share, 0))
 
-    def _turn(self, index: int) -> tuple[int, int]:
+    def _order(self, index: int) -> tuple[int, int]:
         """Return the place of a branch in the order of turns, which all branches of a lockstep request share."""
         branch = self._branches[index]
         return branch.request.service_order, 0 if branch.request.lockstep else branch.ordinal

@@ -59,10 +59,10 @@ class DecodeSpeed:
 
     def seconds_per_branch(self) -> float | None:
         """Return by how much one more row lengthens a step; None while all steps had about as many rows."""
-        line = self.line()
-        return None if line is None else line[1]
+        fit = self.linear_fit()
+        return None if fit is None else fit[1]
 
-    def line(self) -> tuple[float, float] | None:
+    def linear_fit(self) -> tuple[float, float] | None:
         """Return the seconds of a step without rows, by extrapolation, and those that each row adds.
 
         The line through the steps with the fewest rows and the latest ones; if these are the same, through the fewest

@@ -121,9 +121,7 @@ async def read_page(client: Reader, head: Head, query: ItemQuery) -> Conversatio
     leaf = query.leaf if query.leaf is not None else head.conversation.active_leaf
     if query.all_branches:
         items = await read_positions(client, head, query)
-        part = await partial_tree(client, head, items)
-        part.num_stored_items = await client.hlen(items_key(name))
-        return part
+        return await partial_tree(client, head, items, num_stored_items=await client.hlen(items_key(name)))
     if query.is_descending:
         end = query.start if query.start is not None else leaf
         items = (await walk_up(client, name, end, limit=query.limit))[::-1]
@@ -191,12 +189,15 @@ async def fetch_items(client: Reader, conversation_id: str, names: Names) -> lis
     return await run_computation(sum(map(len, found)), lambda: [unpack_item(data) for data in found])
 
 
-async def partial_tree(client: Reader, head: Head, items: Sequence[Item], turn: Turn | None = None) -> ConversationTree:
+async def partial_tree(
+    client: Reader, head: Head, items: Sequence[Item], turn: Turn | None = None, num_stored_items: int | None = None
+) -> ConversationTree:
     """Return a tree of these messages and the responses that they belong to, and `turn`."""
     names = list(dict.fromkeys(item.response_id for item in items if item.response_id is not None))
     values = await client.hmget(turns_key(head.conversation.id), names) if names else []
     turns = [unpack_turn(data) for data in values if data is not None]
-    return ConversationTree(head.conversation, items, [*turns, turn] if turn is not None else turns)
+    turns += [turn] if turn is not None else []
+    return ConversationTree(head.conversation, items, turns, num_stored_items)
 
 
 async def find_conversation_of(client: Reader, owner: str, member_id: str) -> str:

@@ -396,9 +396,7 @@ def read_items(db: sqlite3.Connection, owner: str, conversation_id: str, query: 
             f"ORDER BY position {order} LIMIT :limit",
             {"conversation": head.id, "start": query.start, "limit": limit},
         )
-        part = _partial_tree(db, head, map(row_to_item, rows))
-        part.num_stored_items = _num_items(db, head.id)
-        return part
+        return _partial_tree(db, head, map(row_to_item, rows), num_stored_items=_num_items(db, head.id))
     leaf = query.leaf if query.leaf is not None else head.active_leaf
     if query.is_descending:
         end = query.start if query.start is not None else leaf
@@ -442,7 +440,11 @@ def _path_items(db: sqlite3.Connection, conversation_id: str, end: str | None, l
 
 
 def _partial_tree(
-    db: sqlite3.Connection, head: Conversation, items: Iterable[Item], response_id: str | None = None
+    db: sqlite3.Connection,
+    head: Conversation,
+    items: Iterable[Item],
+    response_id: str | None = None,
+    num_stored_items: int | None = None,
 ) -> ConversationTree:
     """Return a tree of the given messages, with their responses and the one of the given id."""
     items = tuple(items)
@@ -451,7 +453,7 @@ def _partial_tree(
         names[response_id] = None
     query = f"SELECT {TURN_COLUMNS} FROM turns WHERE id = ? AND conversation_id = ?"
     rows = (db.execute(query, (name, head.id)).fetchone() for name in names)
-    return ConversationTree(head, items, [row_to_turn(row) for row in rows if row is not None])
+    return ConversationTree(head, items, [row_to_turn(row) for row in rows if row is not None], num_stored_items)
 
 
 def find_conversation_of(db: sqlite3.Connection, owner: str, member_id: str) -> str:

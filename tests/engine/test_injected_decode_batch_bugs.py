@@ -297,11 +297,11 @@ def edits_of_all_rows(patch: Patch) -> None:
 
 
 def beams_rest_one_by_one(patch: Patch) -> None:
-    def turn(self: DecodeShares, index: int) -> tuple[int, int]:
+    def order(self: DecodeShares, index: int) -> tuple[int, int]:
         branch = self._branches[index]
         return branch.request.service_order, branch.ordinal
 
-    patch.setattr(DecodeShares, "_turn", turn)
+    patch.setattr(DecodeShares, "_order", order)
 
 
 RESTING_BUGS: list[Callable[[Patch], None]] = [

@@ -125,7 +125,7 @@ def mixed_requests() -> list[GenerateRequest]:
 def test_events_with_async_launch_equal_those_without(
     lazy: bool, policy: str, num_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DecodeSpeed, "line", lambda self: None)  # else the time decides which branches rest
+    monkeypatch.setattr(DecodeSpeed, "linear_fit", lambda self: None)  # else the time decides which branches rest
     settings = {"scheduling_policy": policy, "max_num_batched_tokens": 24}
     page_size = 4 if num_pages > 24 else 16
     expected = stream(

@@ -325,7 +325,8 @@ def _encode_items(tree: ConversationTree, page: PageQuery, *, all_branches: bool
     items = tree.items.values()
     if all_branches:
         found = paginate([_branch_item(tree, item) for item in items], page, is_ordered=True)
-        found.total = len(items) if tree.num_stored_items is None else tree.num_stored_items
+        if tree.num_stored_items is not None:
+            found.total = tree.num_stored_items
         return encode(found)
     step = 1 if page.order == "asc" else -1
     entries = [entry for item in items for entry in _listed_items_of(tree, item)[::step]]
