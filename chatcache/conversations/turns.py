@@ -563,6 +563,8 @@ async def active_path_prompt(conversations: TurnService, tree: ConversationTree)
     """
     leaf = tree.conversation.active_leaf
     path = tree.path(leaf)
+    if path and not path[-1].token_ids and tree.token_sequence(path[-1]):  # an answer that ended before its first token
+        path = path[:-1]
     if not path:
         return _EMPTY_PROMPT
     try:

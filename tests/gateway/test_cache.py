@@ -304,9 +304,19 @@ def test_warmth_equals_the_cached_tokens_of_the_next_turn(server: Server) -> Non
     assert server.call(server.engine.reset_prefix_cache())
     cold = warmth(server, *ids)
     assert cold == {name: (tokens, 0) for name, (tokens, _) in reported.items()}
-    usage = converse(server, "Is it?", previous_response_id=first["id"], instructions="Be exact.")["usage"]
+    place = {"previous_response_id": first["id"], "instructions": "Be exact."}
+    usage = converse(server, "Is it?", max_output_tokens=PAGE_SIZE, ignore_eos=True, **place)["usage"]
     assert usage["input_tokens_details"]["cached_tokens"] == 0
     assert warmth(server, ids[0])[ids[0]][1] >= usage["input_tokens"]
+
+
+def test_warmth_after_an_empty_answer_is_that_of_its_prompt(server: Server) -> None:
+    ended = {str(server.tokenizer.eos_token_ids[0]): 100}
+    response = converse(server, "Say nothing", instructions="Be silent.", logit_bias=ended, temperature=0)
+    usage, name = response["usage"], response["conversation"]["id"]
+    assert usage["output_tokens"] == 1 and response["output"][0]["content"][0]["text"] == ""
+    tokens, cached = warmth(server, name)[name]
+    assert tokens == usage["input_tokens"] and tokens - PAGE_SIZE <= cached <= tokens
 
 
 def test_warmth_of_a_branch_counts_its_path(server: Server) -> None:
