@@ -135,7 +135,7 @@ def variants(arch: int) -> Iterator[Variant]:
             slots = torch.empty(7, dtype=torch.int64)
         yield from trace_variants(partial(copy_pages, pages, pairs), wide=True)
         yield from trace_variants(partial(copy_page_words, both, (stage, stage), pairs.long()), wide=True)
-        yield from trace_variants(partial(write_pages, pages, 1, k, k, slots), wide=True)
+        yield from trace_variants(partial(write_pages, pages, 1, k, k, slots), wide=dtype != FP8)
 
 
 @triton.jit(do_not_specialize_on_alignment=["pairs"])
