@@ -27,7 +27,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `model`: a folder, a Hugging Face id, or "" for the demo model. `max_model_len=None`: the model's own maximum.
     `attention_backend`: auto | reference | cpu | triton. `quantization`: none | int8 | fp8 (8-bit weights, on CPUs and
-    on GPUs). `tensor_parallel_size`: number of processes (ranks) that compute each layer together.
+    on GPUs). `tensor_parallel_size`: number of processes (ranks) that compute each layer together. `kv_cache_dtype`:
+    auto (as the model computes) | fp8 (keys and values in 8 bits, on GPUs).
     `pooling`: auto (as the model folder says, else last) | last | mean, how embeddings are computed.
     `kv_memory_bytes=None`: a share of the free memory. `swap_space_bytes`: host memory for swapped pages; None for half
     of the KV memory, at most 1 GiB; 0 disables swapping.
@@ -48,6 +49,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str = "auto"
     quantization: str = "none"
     pooling: str = "auto"
+    kv_cache_dtype: str = "auto"
     kv_memory_bytes: int | None = None
     max_model_len: int | None = None
     tensor_parallel_size: int = 1

@@ -231,6 +231,14 @@ Pooling = Annotated[
         "Embeddings: the last token's hidden state, or the mean over all; auto: as the model's folder says, else last.",
     ),
 ]
+KVCacheDtype = Annotated[
+    Literal["auto", "fp8"],
+    _flag(
+        "kv-cache-dtype",
+        "fp8: keys and values in 8 bits, so that the memory holds almost twice the tokens; logits differ slightly. On "
+        "GPUs (8.9 or newer).",
+    ),
+]
 KVMemory = Annotated[
     int | None,
     _flag(

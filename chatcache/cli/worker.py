@@ -46,6 +46,7 @@ def worker(
     attention_backend: options.AttentionBackend = "auto",
     quantization: options.Quantization = "none",
     pooling: options.Pooling = "auto",
+    kv_cache_dtype: options.KVCacheDtype = "auto",
     kv_memory: options.KVMemory = None,
     max_model_len: options.MaxModelLen = None,
     tensor_parallel_size: options.TensorParallelSize = ENGINE.tensor_parallel_size,

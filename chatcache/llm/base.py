@@ -28,7 +28,8 @@ class LLMBase:
     `scheduling_policy`: fair (between namespaces; an `LLM` has only one, so it is fcfs) | fcfs | priority.
     `preemption_mode`: what to do when pages run out: auto | swap | recompute; `swap_space`: host memory for swapped
     pages, 0 for none. `deterministic`: logits do not depend, to the bit, on batch, chunking, cache or preemption;
-    slower. `quantization`: None | "int8" (CPUs) | "fp8" (GPUs) for 8-bit weights. `pooling`: of embeddings: "auto" (as
+    slower. `quantization`: None | "int8" (CPUs) | "fp8" (GPUs) for 8-bit weights. `kv_cache_dtype`: "auto" | "fp8" for
+    keys and values in 8 bits (GPUs). `pooling`: of embeddings: "auto" (as
     the model folder says, else last) | "last" | "mean". `tensor_parallel_size`: number of processes that compute each
     layer together (native decoders on CPUs).
     """
@@ -42,6 +43,7 @@ class LLMBase:
         attention_backend: str = "auto",
         quantization: str | None = None,
         pooling: str = "auto",
+        kv_cache_dtype: str = "auto",
         kv_memory: int | str | None = None,
         max_model_len: int | None = None,
         tensor_parallel_size: int = 1,
@@ -66,6 +68,7 @@ class LLMBase:
             attention_backend=attention_backend,
             quantization=quantization or "none",
             pooling=pooling,
+            kv_cache_dtype=kv_cache_dtype,
             kv_memory_bytes=None if kv_memory is None else parse_size(kv_memory),
             max_model_len=max_model_len,
             tensor_parallel_size=tensor_parallel_size,

@@ -10,11 +10,12 @@ import importlib
 import importlib.util
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 import torch
 from chatcache_kernels.experts import Activation, Allocate, ExpertWeights, empty
+from chatcache_kernels.fp8 import DTYPE as FP8
 from chatcache_kernels.types import (
     AttentionBatch,
     AttentionWork,
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 BACKENDS = ("auto", "reference", "cpu", "triton")
 DETERMINISTIC_BACKENDS = ("cpu", "triton")  # each has a module `batch_invariant`
 MIN_CAPABILITY = (8, 0)
+FP8_CAPABILITY = (8, 9)
+KV_CACHE_DTYPES = ("auto", "fp8")
 
 
 class AttentionBackend(Protocol):
@@ -305,6 +308,27 @@ def _problem(name: str, device: torch.device) -> str:
     return "" if capability >= MIN_CAPABILITY else f"needs compute capability 8.0, and {device} has {capability}"
 
 
+def choose_kv_dtype(geometry: Geometry, name: str, backend: str) -> Geometry:
+    """Return the geometry with pages of a `kv_cache_dtype`, auto (as the model computes) | fp8.
+
+    Raises: ModelFolderError for another one, or if the device, the attention backend or the model does not have it.
+    """
+    if name not in KV_CACHE_DTYPES:
+        raise ModelFolderError(f"kv_cache_dtype {name!r} is not supported; choose {' or '.join(KV_CACHE_DTYPES)}")
+    if name == "auto":
+        return geometry
+    device, problem = geometry.device, ""
+    if backend == "cpu":
+        problem = "is for GPUs: the CPU kernels read keys and values in the dtype of the model"
+    elif device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        problem = f"needs compute capability 8.9, and {device} has {capability[0]}.{capability[1]}"
+    elif any(store.kv.rank is not None for store in geometry.stores):
+        problem = "does not work with latent attention, whose pages hold no heads"
+    if problem:
+        raise ModelFolderError(f"kv_cache_dtype {name!r} {problem}; choose auto")
+    return replace(geometry, kv_dtype=FP8)
+
+
 def allocate_stores(
     kernels: AttentionBackend, geometry: Geometry, num_pages: int, page_size: int
 ) -> tuple[PageStore, ...]:
@@ -314,7 +338,7 @@ def allocate_stores(
         kv, count = store.kv, store.num_layers
         if kv.rank is not None:
             return kernels.allocate_latent_pages(count, num_pages, page_size, kv.head_dim, kv.rank, geometry.dtype)
-        return kernels.allocate_pages(count, num_pages, page_size, kv.num_kv_heads, kv.head_dim, geometry.dtype)
+        return kernels.allocate_pages(count, num_pages, page_size, kv.num_kv_heads, kv.head_dim, geometry.page_dtype)
 
     with torch.device(geometry.device):
         return tuple(map(allocate, geometry.stores))

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from chatcache_kernels.fp8 import DTYPE as FP8
+from chatcache_kernels.fp8 import SCALE_BYTES
 
 from chatcache.model.states import StateShape
 
@@ -30,7 +32,8 @@ class KVShape:
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one token: its keys and values, or its latent, in one layer."""
-        return (2 if self.rank is None else 1) * self.num_kv_heads * self.head_dim * dtype.itemsize
+        head_bytes = self.head_dim * dtype.itemsize + (SCALE_BYTES if dtype == FP8 else 0)
+        return (2 if self.rank is None else 1) * self.num_kv_heads * head_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,8 @@ class Geometry:
 
     `layers`: one entry per layer, None for a layer without attention. `hidden_size`: of the final hidden states, 0 if
     the network cannot return them. `state_shapes`: the tensors that its recurrent and convolution layers keep per
-    branch; a network that has any must return its hidden states. The remaining fields follow from `layers`; forms with
-    chunks come last.
+    branch; a network that has any must return its hidden states. `kv_dtype`: of the numbers in pages, None for `dtype`.
+    The remaining fields follow from `layers`; forms with chunks come last.
     """
 
     layers: tuple[AttentionLayer | None, ...]
@@ -101,6 +104,7 @@ class Geometry:
     device: torch.device
     hidden_size: int = 0
     state_shapes: tuple[StateShape, ...] = ()
+    kv_dtype: torch.dtype | None = None
     stores: tuple[StoreShape, ...] = field(init=False)
     forms: tuple[WorkForm, ...] = field(init=False)
     places: tuple[LayerPlace | None, ...] = field(init=False)
@@ -158,9 +162,14 @@ class Geometry:
         """Return the bytes of one state."""
         return sum(shape.num_bytes for shape in self.state_shapes)
 
+    @property
+    def page_dtype(self) -> torch.dtype:
+        """Return the dtype of the numbers in pages."""
+        return self.kv_dtype or self.dtype
+
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of one page: keys and values of all layers."""
-        return sum(page_size * store.num_layers * store.kv.token_bytes(self.dtype) for store in self.stores)
+        return sum(page_size * store.num_layers * store.kv.token_bytes(self.page_dtype) for store in self.stores)
 
     def page_size_problem(self, page_size: int) -> str:
         """Return the reason why pages cannot have `page_size` tokens, "" if they can."""

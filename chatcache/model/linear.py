@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from chatcache.errors import ModelFolderError
+from chatcache.model.attention import FP8_CAPABILITY
 from chatcache.model.host_memory import HostArena
 from chatcache.model.loading.config_reader import Architecture
 
@@ -34,7 +35,6 @@ LinearFactory = Callable[[Tensor, Tensor | None], Linear]
 """Makes a layer from a weight [out, in] and an optional bias [out]."""
 
 QUANTIZATIONS = ("none", "int8", "fp8")
-FP8_CAPABILITY = (8, 9)
 FP8_MULTIPLE = 16  # of the numbers of inputs and outputs
 
 

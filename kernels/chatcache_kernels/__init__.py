@@ -22,6 +22,8 @@ of a token is `page * page_size + offset`. The engine reserves page 0 as the nul
 
     reference  k, v  [num_layers, num_pages, page_size, num_kv_heads, head_dim]
     triton     k, v  [num_layers, num_pages, num_kv_heads, page_size, head_dim]
+    in FP8     reference: head_dim + 4 bytes; triton: [..., num_kv_heads, page_size * (head_dim + 4)], of a head first
+               the numbers of all tokens, then their scales; cpu: does not have FP8
     cpu        k     [num_layers, num_pages, num_kv_heads, head_dim, page_size]
                v     [num_layers, num_pages, num_kv_heads, page_size, head_dim]
     host       k, v  [num_host_pages, num_layers, ...]       one page is one transfer; the rest as in the backend

@@ -1,8 +1,9 @@
-"""Linear layers in FP8 (e4m3): the weights that all backends share, and quantisation in plain torch.
+"""FP8 (e4m3): weights of linear layers, and keys and values, as all backends share them; quantisation in plain torch.
 
 A number is stored as value / scale, where the largest value that shares the scale becomes 448. Weights share a scale
 per output, or in blocks of 128 outputs and 128 inputs. Activations share one per token, or per token and 128 inputs,
-so that each scale belongs to a whole number of products.
+so that each scale belongs to a whole number of products. Keys and values share one per token and head: it is known
+when they are written, whatever is in their page, and it is a factor of one score or of one weight of the softmax.
 
     weight  numbers [out, in]          x  numbers [T, in]
             scales  [out / rows, in / columns]     scales  [T, in / columns]
@@ -23,6 +24,7 @@ from torch.nn import functional
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 TINY = 1e-12  # the smallest maximum that a scale is made for
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,18 @@ def quantise_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     inverse = torch.full_like(largest, LARGEST) / largest  # `LARGEST / largest` would round twice
     numbers = (groups * inverse).clamp(-LARGEST, LARGEST).to(DTYPE)
     return numbers.flatten(1)[:, :width].contiguous(), (largest * (1 / LARGEST)).squeeze(-1)
+
+
+def pack_vectors(x: Tensor) -> Tensor:
+    """Quantise vectors, and append its scale to each. Shapes: x [..., width] -> [..., width + SCALE_BYTES] uint8."""
+    numbers, scales = quantise_rows(x.reshape(-1, x.shape[-1]), x.shape[-1])
+    return torch.cat((numbers.view(torch.uint8), scales.view(torch.uint8)), -1).view(*x.shape[:-1], -1)
+
+
+def unpack_vectors(packed: Tensor) -> Tensor:
+    """Return the vectors of `pack_vectors`. Shapes: packed [..., width + SCALE_BYTES] uint8 -> [..., width] float32."""
+    numbers, scales = packed[..., :-SCALE_BYTES].contiguous(), packed[..., -SCALE_BYTES:].contiguous()
+    return numbers.view(DTYPE).float() * scales.view(torch.float32)
 
 
 def multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:

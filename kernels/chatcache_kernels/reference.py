@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from . import fp8
 from .experts import grouped_experts as grouped_experts
 from .experts import pack_experts as pack_experts
 from .reference_latent import allocate_latent_pages as allocate_latent_pages
@@ -30,8 +31,9 @@ I32 = NDArray[np.int32]
 def allocate_pages(
     num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> KVPages:
-    """Allocate a store of zeroed pages."""
-    k, v = (torch.zeros(num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype=dtype) for _ in "kv")
+    """Allocate a store of zeroed pages. `dtype` float8_e4m3fn: keys and values are quantised."""
+    width = head_dim + (fp8.SCALE_BYTES if dtype == fp8.DTYPE else 0)
+    k, v = (torch.zeros(num_layers, num_pages, page_size, num_kv_heads, width, dtype=dtype) for _ in "kv")
     return KVPages(k, v, page_size, num_kv_heads, head_dim)
 
 
@@ -40,15 +42,21 @@ def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor)
 
     slots [num_tokens].
     """
-    pages.k[layer].flatten(0, 1)[slots] = k.to(pages.k.dtype)
-    pages.v[layer].flatten(0, 1)[slots] = v.to(pages.v.dtype)
+    for store, new in ((pages.k, k), (pages.v, v)):
+        if pages.is_fp8:
+            store[layer].view(torch.uint8).flatten(0, 1)[slots] = fp8.pack_vectors(new)
+        else:
+            store[layer].flatten(0, 1)[slots] = new.to(store.dtype)
 
 
 def read_pages(pages: KVPages, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return the keys and values at `slots`.
 
-    Shapes: slots [n] -> [n, num_kv_heads, head_dim] each.
+    Shapes: slots [n] -> [n, num_kv_heads, head_dim] each; of quantised pages in float32.
     """
+    if pages.is_fp8:
+        k, v = (fp8.unpack_vectors(x[layer].view(torch.uint8).flatten(0, 1)[slots]) for x in pages.tensors)
+        return k, v
     return pages.k[layer].flatten(0, 1)[slots], pages.v[layer].flatten(0, 1)[slots]
 
 

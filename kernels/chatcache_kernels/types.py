@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .fp8 import DTYPE as FP8
+
 I32 = NDArray[np.int32]
 OS_PAGE_BYTES = 4096
 
@@ -43,6 +45,7 @@ class KVPages:
 
     Shapes: k, v [num_layers, num_pages, ...] with page_size * num_kv_heads * head_dim elements per page and layer. The
     order of those elements belongs to the backend (see the package docstring); other code must not index into it.
+    In float8_e4m3fn, each token and head has 4 bytes more: the scale of its numbers, in float32.
     """
 
     k: Tensor
@@ -67,9 +70,14 @@ class KVPages:
         return self.k.shape[1]
 
     @property
+    def is_fp8(self) -> bool:
+        """Return whether keys and values are quantised."""
+        return self.k.dtype == FP8
+
+    @property
     def page_bytes(self) -> int:
         """Return the size of one page in bytes: keys and values of every layer."""
-        return 2 * self.num_layers * self.page_size * self.num_kv_heads * self.head_dim * self.k.element_size()
+        return 2 * self.k[:, 0].numel() * self.k.element_size()
 
     @property
     def num_bytes(self) -> int:

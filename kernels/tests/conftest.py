@@ -29,6 +29,13 @@ def triton_device() -> str:
 
 
 @pytest.fixture
+def needs_fp8(triton_device: str) -> None:
+    """Skip on GPUs without FP8 numbers."""
+    if triton_device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
+
+
+@pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill uninitialised torch memory with NaN or the largest integer, to expose missing writes."""
     for name in ("empty", "empty_like"):

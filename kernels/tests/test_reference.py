@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from chatcache_kernels import cpu, reference
+from chatcache_kernels.fp8 import DTYPE as FP8
 from chatcache_kernels.types import OS_PAGE_BYTES, AttentionBatch, HostPages, KVPages
 from torch import Tensor
 from torch.nn import functional as F
@@ -120,6 +121,21 @@ def test_swap_out_and_in_restores_pages_bit_identically(
     backend.swap_in(pages, host, torch.tensor([[4, 1], [0, 8], [2, 7], [2, 5]], dtype=torch.int32))
     for old, store in zip(before, (pages.k, pages.v), strict=True):
         assert torch.equal(store.view(torch.int32), old[:, [0, 3, 2, 3, 4, 1, 6, 1, 8]])
+
+
+def test_fp8_pages_return_numbers_within_their_precision() -> None:
+    """A number has 3 bits after the first, and the smallest ones are spaced by 2^-9 of a scale."""
+    pages = reference.allocate_pages(2, 4, 8, 3, 64, FP8)
+    k, v = torch.randn(2, 10, 3, 64).unbind(0)
+    k[3, 1], v[4] = 0, 1e5 * v[4]
+    slots = torch.randperm(32)[:10]
+    reference.write_pages(pages, 1, k, v, slots)
+    for got, x in zip(reference.read_pages(pages, 1, slots), (k, v), strict=True):
+        scale = x.abs().amax(-1, keepdim=True) / 448
+        assert ((got - x).abs() <= torch.maximum(x.abs() / 16, scale / 1024) * 1.0001).all()
+        assert (got - x).abs().max() > 0
+    assert not reference.read_pages(pages, 0, slots)[0].any()
+    assert pages.page_bytes == 2 * 2 * 8 * 3 * (64 + 4) and pages.num_bytes == pages.k.nbytes + pages.v.nbytes
 
 
 def test_page_store_reports_its_bytes() -> None:

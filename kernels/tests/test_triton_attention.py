@@ -11,11 +11,13 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from chatcache_kernels import reference, triton
+from chatcache_kernels.fp8 import DTYPE as FP8
 from chatcache_kernels.types import AttentionBatch, AttentionWork, KVPages, WorkList
 from chatcache_kernels.work_list import plan_work
 from torch import Tensor
@@ -96,6 +98,8 @@ class CaseBuilder:
         dtype: torch.dtype = torch.float32,
         seed: int = SEED,
         tables: Tensor | None = None,
+        *,
+        fp8_pages: bool = False,
     ) -> Case:
         """Build rows of (cached tokens, new tokens), in shuffled pages or those of `tables`.
 
@@ -106,8 +110,10 @@ class CaseBuilder:
             tables, num_pages = make_tables(rows, page_size, noise)
         else:
             num_pages = int(tables.max()) + 5
-        plain = reference.allocate_pages(2, num_pages, page_size, kv_heads, head_dim, dtype)
-        plain.k.fill_(float("nan")), plain.v.fill_(float("nan"))
+        sizes = 2, num_pages, page_size, kv_heads, head_dim, FP8 if fp8_pages else dtype
+        plain = reference.allocate_pages(*sizes)
+        for memory in plain.tensors:
+            fill_with_nan(memory)
         starts, news = (torch.tensor([row[i] for row in rows], dtype=torch.int32) for i in (0, 1))
         whole = AttentionBatch.build(tables, torch.zeros_like(starts), starts + news, page_size)
         k, v = torch.randn(2, whole.slots.numel(), kv_heads, head_dim, generator=noise).to(dtype).unbind(0)
@@ -116,8 +122,23 @@ class CaseBuilder:
         work = plan_work(tables.numpy(), starts.numpy(), news.numpy(), page_size, heads // kv_heads)
         q = torch.randn(batch.slots.numel(), heads, head_dim, generator=noise).to(dtype)
         plain = replace(plain, k=plain.k.to(self.device), v=plain.v.to(self.device))
-        paged = replace(plain, k=plain.k.transpose(2, 3).contiguous(), v=plain.v.transpose(2, 3).contiguous())
+        if fp8_pages:
+            with torch.device(self.device):
+                paged = triton.allocate_pages(*sizes)
+            for memory in paged.tensors:
+                fill_with_nan(memory)
+            triton.write_pages(paged, 1, *(x.to(self.device) for x in (k, v, whole.slots)))
+        else:
+            paged = replace(plain, k=plain.k.transpose(2, 3).contiguous(), v=plain.v.transpose(2, 3).contiguous())
         return Case(replace(batch, work=work).to(self.device), q.to(self.device), plain, paged)
+
+
+def fill_with_nan(memory: Tensor) -> None:
+    """Fill with NaN, FP8 memory too, whose scales become 3e38."""
+    if memory.dtype == FP8:
+        memory.view(torch.uint8).fill_(0x7F)
+    else:
+        memory.fill_(float("nan"))
 
 
 @pytest.fixture
@@ -204,6 +225,26 @@ def test_attention_of_random_batches_equals_reference(build: CaseBuilder, page_s
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_head_sizes_equal_reference(build: CaseBuilder, head_dim: int, dtype: torch.dtype) -> None:
     build([(57, 1), (30, 20), (0, 1), (600, 1)], 4, 2, head_dim, dtype=dtype).check(0.1)
+
+
+@pytest.mark.usefixtures("needs_fp8")
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "dtype", "options"),
+    [
+        (64, 16, torch.float32, {}),
+        (128, 16, torch.bfloat16, {"window": 40, "softcap": 5.0}),
+        pytest.param(80, 32, torch.bfloat16, {}, marks=pytest.mark.slow),
+        pytest.param(20, 8, torch.float32, {"softcap": 5.0}, marks=pytest.mark.slow),
+        pytest.param(256, 64, torch.float16, {"window": 300}, marks=pytest.mark.slow),
+    ],
+)
+def test_attention_over_fp8_pages_equals_reference(
+    build: CaseBuilder, head_dim: int, page_size: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """The oracle attends to the dequantised keys and values."""
+    case = build([(57, 1), (30, 20), (0, 1), (600, 1)], 6, 2, head_dim, page_size, dtype, fp8_pages=True)
+    case.check(0.1, **options)
+    case.check(0.1, sinks=torch.randn(6).to(case.q.device), **options)
 
 
 @pytest.mark.parametrize(

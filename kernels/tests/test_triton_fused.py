@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from chatcache_kernels import reference, triton
+from chatcache_kernels.fp8 import DTYPE as FP8
 from chatcache_kernels.types import HeadNorms, KVPages
 from torch import Tensor
 
@@ -188,6 +189,51 @@ def test_rope_write_to_pages_of_another_dtype_equals_reference(
     triton.write_pages(paged, 0, k, v, slots)
     reference.write_pages(plain, 0, k, v, slots.long())
     assert_same_pages(plain, paged)
+
+
+FP8_SHAPES = [  # heads, key heads, D, C, page size, tokens; C: half of the rotated dimensions
+    (9, 3, 64, 32, 16, 5), (16, 8, 128, 64, 16, 3), (4, 2, 80, 20, 32, 3), (3, 3, 24, 4, 8, 7), (2, 1, 256, 128, 64, 2),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("needs_fp8")
+@pytest.mark.parametrize("shape", FP8_SHAPES, ids=str)
+def test_writes_to_fp8_pages_equal_reference(shape: tuple[int, ...], triton_device: str) -> None:
+    """Every number and scale is equal, also of vectors of zeros and of very different sizes."""
+    heads, kv_heads, dim, half, page_size, tokens = shape
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.device(triton_device):
+            plain, paged = (b.allocate_pages(2, NUM_PAGES, page_size, kv_heads, dim, FP8) for b in (reference, triton))
+        q, k, v = make_projections(tokens, heads, kv_heads, dim, dtype, triton_device)
+        k[0], v[-1], v[0] = 0, 0, v[0] * 1e6
+        angle = torch.randn(tokens, half, device=triton_device)
+        slots = torch.randperm(NUM_PAGES * page_size, device=triton_device)[:tokens]
+        got = triton.rope_write(q, k, v, angle.cos(), angle.sin(), paged, 1, slots)
+        assert torch.equal(got, reference.rope_write(q, k, v, angle.cos(), angle.sin(), plain, 1, slots))
+        triton.write_pages(paged, 0, k, v, slots.int())
+        reference.write_pages(plain, 0, k, v, slots)
+        for layer in range(2):
+            every = torch.arange(NUM_PAGES * page_size, device=triton_device)
+            ours, theirs = (b.read_pages(p, layer, every) for b, p in ((triton, paged), (reference, plain)))
+            assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+            assert ours[0].any() and ours[1].any()
+
+
+@pytest.mark.usefixtures("needs_fp8")
+def test_rope_write_with_norms_to_fp8_pages_is_close_to_reference(triton_device: str) -> None:
+    """A key that is rounded in another way before may be quantised to the next number, of few keys."""
+    with torch.device(triton_device):
+        plain, paged = (b.allocate_pages(1, NUM_PAGES, 16, 8, 128, FP8) for b in (reference, triton))
+    q, k, v = make_projections(8, 16, 8, 128, torch.bfloat16, triton_device)
+    angle, slots = torch.randn(8, 48, device=triton_device), torch.arange(3, 11, device=triton_device)
+    weights = torch.randn(2, 128, device=triton_device).bfloat16()
+    norms = HeadNorms(weights[0], weights[1], 1e-6)
+    for backend, pages in ((triton, paged), (reference, plain)):
+        backend.rope_write(q, k, v, angle.cos(), angle.sin(), pages, 0, slots, norms)
+    ours, theirs = (b.read_pages(p, 0, slots) for b, p in ((triton, paged), (reference, plain)))
+    torch.testing.assert_close(ours[0], theirs[0], atol=1e-2, rtol=0.13)
+    assert (ours[0] != theirs[0]).float().mean() < 0.05
+    assert torch.equal(ours[1], theirs[1])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from chatcache_kernels import reference, triton
+from chatcache_kernels.fp8 import DTYPE as FP8
 from chatcache_kernels.triton import pages as triton_pages
 from chatcache_kernels.types import HostPages, KVPages
 from torch import Tensor
@@ -26,7 +27,7 @@ def make_store(shape: tuple[int, int, int, int], num_pages: int, dtype: torch.dt
     layers, page_size, heads, dim = shape
     with torch.device(device):
         pages = triton.allocate_pages(layers, num_pages, page_size, heads, dim, dtype)
-    assert not pages.k.any() and not pages.v.any()
+    assert not to_bits(pages.k).any() and not to_bits(pages.v).any()
     for memory in (pages.k, pages.v):
         to_bits(memory).random_(-(2**31), 2**31 - 1)
     return pages
@@ -46,7 +47,7 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_copy_pages_equals_reference(shape: tuple[int, int, int, int], dtype: torch.dtype, triton_device: str) -> None:
     pages = make_store(shape, 9, dtype, triton_device)
@@ -89,7 +90,7 @@ def test_swap_out_and_in_equals_reference(
     shape: tuple[int, int, int, int], staged: int, triton_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Swap pages out and into other pages, with staging buffers of one, three and all pages."""
-    pages = make_store(shape, 12, random.choice((torch.float32, torch.bfloat16, torch.float16)), triton_device)
+    pages = make_store(shape, 12, random.choice((torch.float32, torch.bfloat16, torch.float16, FP8)), triton_device)
     monkeypatch.setattr(triton_pages, "STAGE_BYTES", staged * pages.page_bytes)
     before = snapshot(pages)
     host = HostPages.allocate(pages, 9)

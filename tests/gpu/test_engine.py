@@ -108,6 +108,17 @@ def test_repeated_fp8_run_is_replayed_and_has_the_same_bits(tmp_path: Path, monk
     assert first == outcome("mixed", tmp_path, "triton", "cuda", **options)
 
 
+@pytest.mark.skipif(not has_fp8(), reason="FP8 pages need compute capability 8.9")
+def test_repeated_run_over_fp8_pages_is_replayed_and_has_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "kv_memory_bytes": 128 * PAGE_BYTES}
+    replayed = count_replays(monkeypatch)
+    first = outcome("mixed", tmp_path, "triton", "cuda", **options)
+    assert len(replayed) >= 3
+    assert first == outcome("mixed", tmp_path, "triton", "cuda", **options)
+
+
 def test_a_cancelled_request_frees_its_pages_within_a_step(tmp_path: Path) -> None:
     engine = build(tmp_path, "triton", "cuda")
     submit(engine, (prompt_of(40, 1), sampled(4, 500)))

@@ -25,7 +25,7 @@ import torch
 
 from chatcache.config import EngineConfig, format_size
 from chatcache.errors import ModelFolderError
-from chatcache.model.attention import AttentionBackend, Network, allocate_stores, choose_backend
+from chatcache.model.attention import AttentionBackend, Network, allocate_stores, choose_backend, choose_kv_dtype
 from chatcache.model.batch_invariant import (
     BatchInvariantLinearFactory,
     TokenByToken,
@@ -213,7 +213,10 @@ def _load(
     network, max_model_len = _load_network(
         config, folder, raw, weights, dtype, device, make_linear, kernels, report, group
     )
-    vocab_size = network.geometry.vocab_size
+    geometry = choose_kv_dtype(network.geometry, config.kv_cache_dtype, backend)
+    if not isinstance(network, TokenByToken):  # which runs on CPUs
+        network.geometry = geometry
+    vocab_size = geometry.vocab_size
     if async_launch is None:
         async_launch = default_async_launch(
             device,
@@ -228,13 +231,13 @@ def _load(
     if group is not None:
         capacity = group.smallest(capacity)
     report(0.92, f"allocating {capacity.num_pages} KV pages")
-    geometry = network.geometry
     stores = allocate_stores(kernels, geometry, capacity.num_pages, capacity.page_size)
     states = make_states(geometry.state_shapes, capacity.num_states, capacity.num_host_states, geometry.device)
     arch = network.arch if isinstance(network, Decoder) else None
     idle_bytes = 0 if isinstance(network, Decoder) else network.idle_bytes
     weight_bytes, step_bytes = weight_sizes(weights.num_parameters, dtype, arch, make_linear, idle_bytes)
     precision = f"{dtype} {config.quantization}" + (f" on {num_ranks} ranks" if num_ranks > 1 else "")
+    precision += " with fp8 pages" if geometry.kv_dtype is not None else ""
     model_info = ModelInfo(
         name=config.served_model_name or model_name(config.model),
         digest=_digest(raw, weights, precision, max_model_len),
@@ -249,7 +252,7 @@ def _load(
         device=str(device),
         attention=backend,
         pooling=choose_pooling(config.pooling, folder),
-        hidden_size=network.geometry.hidden_size,
+        hidden_size=geometry.hidden_size,
     )
     if config.deterministic:
         report(0.93, "checking that results do not depend on the batch")

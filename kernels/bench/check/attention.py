@@ -16,6 +16,7 @@ from bench.check.limits import stage_limits
 from bench.check.workload import PAGE, Heads, build, choose_kernels, equal_rows, make_batch, tree_rows, unshared
 from chatcache.bench.device import Limits, Timing, Work, time_work
 from chatcache.bench.report import Figure, compare
+from chatcache.model.attention import FP8_CAPABILITY
 
 MIB = 2**20
 MAX_PRIVATE_BYTES = 8 * 2**30
@@ -25,6 +26,7 @@ CPU_HEADS = (Heads(9, 3, 64), Heads(32, 8, 128), Heads(8, 8, 64))
 SMALL_HEADS = (Heads(4, 2, 32),)
 CPU_ROWS = ((1, 2048), (8, 2048), (32, 2048))
 GAINS: dict[tuple[tuple[int, int], ...], str] = {((1, 4096), (8, 256)): ">= 1.80", ((1, 32768), (32, 256)): ">= 6.00"}
+FP8_SIZES = ((8, 8192), (64, 4096))
 Levels = Sequence[tuple[int, int]]
 
 
@@ -82,7 +84,23 @@ def run_decode(context: StageContext) -> None:
             if (rows, length) not in sizes.compared:
                 what = f"decode {heads.name}, {rows} x {length}"
                 context.measure(what, partial(_measure_decode, context, limits, heads, rows, length), needs_s=3)
+        has_fp8 = context.on_gpu and torch.cuda.get_device_capability() >= FP8_CAPABILITY
+        for rows, length in FP8_SIZES if has_fp8 else ():
+            what = f"decode {heads.name}, {rows} x {length}, FP8 pages"
+            context.measure(what, partial(_measure_fp8_pages, context, heads, rows, length), needs_s=4)
         _measure_trees(context, limits, heads, sizes.trees[1:])
+
+
+def _measure_fp8_pages(context: StageContext, heads: Heads, num_rows: int, length: int) -> None:
+    """Measure decode over FP8 pages, next to the same over pages in bfloat16."""
+    rows, kernels = equal_rows(num_rows, length, 1), choose_kernels(context.device)
+    us = {}
+    for is_fp8 in (False, True):
+        work = build(kernels, heads, rows, context.device, context.size, fp8_pages=is_fp8)
+        us[is_fp8] = time_work(work.attend, work.num_layers, context.device).median_s * 1e6
+        del work
+    name = f"decode {heads.name}, {num_rows} x {length}, FP8 pages"
+    context.add(compare(name, us[True], "us", us[False], "bfloat16 pages", "<= 0.70"))
 
 
 def _measure_decode(context: StageContext, limits: Limits, heads: Heads, num_rows: int, length: int) -> None:

@@ -19,7 +19,7 @@ from bench.check.limits import stage_limits
 from bench.check.workload import MIN_ROUND_BYTES
 from chatcache.bench.device import Limits, Work, time_work
 from chatcache.bench.report import compare, compare_to_floor
-from chatcache.model.linear import FP8_CAPABILITY
+from chatcache.model.attention import FP8_CAPABILITY
 
 BLOCK = 128
 MAX_FEW_ROWS = 64

@@ -20,7 +20,7 @@ from chatcache.bench.report import Figure, compare, compare_to_floor
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.protocols import StepHandle
-from chatcache.model.linear import FP8_CAPABILITY
+from chatcache.model.attention import FP8_CAPABILITY
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
 from chatcache.types.plan import KVCapacity, StepPlan, StepResult

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import numpy as np
 import torch
+from chatcache_kernels.fp8 import DTYPE as FP8
 from chatcache_kernels.types import AttentionBatch, KVPages
 from chatcache_kernels.work_list import SharingMode
 from numpy.typing import NDArray
@@ -112,17 +113,22 @@ class Workload:
         return out
 
 
-def build(kernels: ModuleType, heads: Heads, rows: Rows, device: str, size: str) -> Workload:
+def build(
+    kernels: ModuleType, heads: Heads, rows: Rows, device: str, size: str, *, fp8_pages: bool = False
+) -> Workload:
     """Fill pages with random numbers and plan the attention of the rows."""
     layer_bytes = rows.num_pages * PAGE * heads.token_bytes
     num_layers = min(max(4, -(-MIN_ROUND_BYTES[size] // layer_bytes)), 64) if layer_bytes < 4 * 2**30 else 2
     with torch.device(device):
         pages: KVPages = kernels.allocate_pages(
-            num_layers, rows.num_pages, PAGE, heads.num_kv_heads, heads.head_dim, torch.bfloat16
+            num_layers, rows.num_pages, PAGE, heads.num_kv_heads, heads.head_dim, FP8 if fp8_pages else torch.bfloat16
         )
         q = torch.randn(int(rows.num_tokens.sum()), heads.num_heads, heads.head_dim).to(torch.bfloat16)
     for store in (pages.k, pages.v):
-        store.normal_()
+        if fp8_pages:
+            store.view(torch.uint8).random_(0, 64)  # finite numbers, and scales below 1
+        else:
+            store.normal_()
     return Workload(kernels, pages, make_batch(kernels, heads, rows, device), q, heads)
 
 

@@ -27,9 +27,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..fp8 import DTYPE as FP8
+from ..fp8 import SCALE_BYTES
 from ..types import AttentionBatch, AttentionWork, KVPages, WorkList
 from .configs import MERGE, Chip, choose_config, get_chip, iter_configs
-from .launch import INTERPRETED, next_power_of_2, round_to
+from .launch import FP8_ARCH, INTERPRETED, next_power_of_2, round_to
 from .variants import Variant, trace_variants
 
 
@@ -80,13 +82,17 @@ def attend_key_tiles(  # type: ignore[no-untyped-def]
 
     `scale` turns products into exponents of 2 or, if HAS_SOFTCAP, into arguments of tanh, and `cap` those into
     exponents of 2; `row_max` is the largest score before that last factor. Unless MASKED, every query must see every
-    key and BLOCK_N must divide their number.
+    key and BLOCK_N must divide their number. FP8 keys and values are multiplied in the type of the queries; a key's
+    scale multiplies its scores, a value's scale its weights.
 
     Keys past the end are read as the last key again, so slots that were never written are not multiplied. The page
     numbers of a tile are loaded while the tile before is computed: the pipeliner then sees no loads that depend on
     loads, and keeps num_stages - 1 whole tiles of keys and values in flight, not half as many.
     """
+    FP8: tl.constexpr = k_head.dtype.element_ty == tl.float8e4nv
     factor = cap if HAS_SOFTCAP else scale
+    k_scales = (k_head + PAGE_SIZE * HEAD_DIM).to(tl.pointer_type(tl.float32), bitcast=True)
+    v_scales = (v_head + PAGE_SIZE * HEAD_DIM).to(tl.pointer_type(tl.float32), bitcast=True)
     column = tl.arange(0, query.shape[1])
     inside = (column < HEAD_DIM)[None, :]
     last = tl.maximum(high - 1, 0)
@@ -95,6 +101,10 @@ def attend_key_tiles(  # type: ignore[no-untyped-def]
     near = tl.minimum(key, last).to(tl.uint32)
     page = tl.load(table + near // PAGE_SIZE)
     for _ in tl.range(low, high, BLOCK_N):
+        if FP8:
+            scale_at = page.to(tl.int64) * (PAGE_STRIDE // 4) + (near % PAGE_SIZE).to(tl.int32)
+            key_scale = tl.load(k_scales + scale_at)
+            value_scale = tl.load(v_scales + scale_at)
         at = page.to(tl.int64) * PAGE_STRIDE + (near % PAGE_SIZE * HEAD_DIM).to(tl.int32)
         at = at[:, None] + column[None, :]
         if query.shape[1] == HEAD_DIM:
@@ -103,7 +113,12 @@ def attend_key_tiles(  # type: ignore[no-untyped-def]
         else:
             keys = tl.load(k_head + at, mask=inside, other=0.0)
             values = tl.load(v_head + at, mask=inside, other=0.0)
+        if FP8:
+            keys = keys.to(query.dtype)
+            values = values.to(query.dtype)
         score = dot(query, keys.T, tl.zeros([query.shape[0], BLOCK_N], tl.float32))
+        if FP8:
+            score *= key_scale[None, :]
         if HAS_SOFTCAP:
             score = _tanh(score * scale)
         if MASKED:
@@ -121,6 +136,8 @@ def attend_key_tiles(  # type: ignore[no-untyped-def]
             row_sum = row_sum * decay[:, None] + weight
         else:
             row_sum = row_sum * decay + tl.sum(weight, 1)
+        if FP8:
+            weight *= value_scale[None, :]
         acc = dot(round_to(weight, values.dtype), values, acc * decay[:, None])
         row_max = new_max
     return acc, row_sum, row_max
@@ -282,6 +299,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNMASKED_LOOP: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -291,13 +309,14 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
 ):
     """Run a work list: write `out` for tokens with one item, `states` and `sums` for others.
 
-    Shapes: q [T, H, D] of any strides over tokens and heads; k, v [L, N, Hkv, P, D]; out [T, H, D]; states [S, H, D]
-    float32; sums [S, H] float32, log-sum-exp to base 2; tables [R, ...]; sinks [H]; lists as in `types.WorkList`.
+    Shapes: q [T, H, D] of any strides over tokens and heads; k, v [L, N, Hkv, HEAD_STRIDE]; out [T, H, D]; states
+    [S, H, D] float32; sums [S, H] float32, log-sum-exp to base 2; tables [R, ...]; sinks [H]; lists as in
+    `types.WorkList`.
     UNMASKED_LOOP: tiles that every member sees whole have a loop of their own without masks, for items of many tiles.
     FIXED_TILES: the first tile in the window begins at a multiple of BLOCK_N, whatever tokens the item has.
     """
     HEADS: tl.constexpr = GROUP * KV_HEADS
-    PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE_SIZE * HEAD_DIM
+    PAGE_STRIDE: tl.constexpr = KV_HEADS * HEAD_STRIDE
     column = tl.arange(0, WIDTH)
     first_page = layer.to(tl.int64) * layer_stride
     num_work_ids = tl.load(num_items) * (KV_HEADS * SLICES)
@@ -313,8 +332,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         query = tl.load(q + at[:, None] + column[None, :], mask=used, other=0.0)
 
         table = tables + tl.load(item).to(tl.int64) * table_stride
-        k_head = k + first_page + kv_head * (PAGE_SIZE * HEAD_DIM)
-        v_head = v + first_page + kv_head * (PAGE_SIZE * HEAD_DIM)
+        k_head = k + first_page + kv_head * HEAD_STRIDE
+        v_head = v + first_page + kv_head * HEAD_STRIDE
         low = tl.load(item + 1)
         high = tl.minimum(tl.load(item + 2), newest + 1)
         if HAS_WINDOW:
@@ -385,8 +404,8 @@ def paged_attention(
     names are not written. Partial states are allocated here and freed on return: torch's allocator reuses the block for
     every layer, and under graph capture it belongs to the graph's pool.
 
-    Raises: ValueError for a batch without `work`, a dtype other than the pages', a last dimension that is not
-    contiguous, a scale that is not positive, or heads of more than 512 dimensions.
+    Raises: ValueError for a batch without `work`, a dtype other than the pages' (unless they are FP8), a last dimension
+    that is not contiguous, a scale that is not positive, or heads of more than 512 dimensions.
     """
     chip = get_chip(q.device)
     return paged_attention_on_chip(q, pages, layer, batch, scale, window, softcap, sinks, chip, fixed_tiles=fixed_tiles)
@@ -414,7 +433,7 @@ def paged_attention_on_chip(
     for one in work.lists:
         group = num_heads // pages.num_kv_heads
         num_queries = one.max_members * group
-        config = choose_config(chip, num_queries, head_dim, q.element_size())
+        config = choose_config(chip, num_queries, head_dim, q.element_size(), fp8_pages=pages.is_fp8)
         slices = -(-num_queries // config.rows)
         num_work_ids = one.items.shape[0] * pages.num_kv_heads * slices
         if not num_work_ids:
@@ -425,7 +444,7 @@ def paged_attention_on_chip(
             layer, pages.k.stride(0), q.stride(0), q.stride(1), batch.tables.stride(0),
             *_exponent_scales(scale, softcap), window or 0,
             ROWS=config.rows, SLICES=slices, GROUP=group, KV_HEADS=pages.num_kv_heads, HEAD_DIM=head_dim,
-            WIDTH=max(16, next_power_of_2(head_dim)), PAGE_SIZE=pages.page_size,
+            WIDTH=max(16, next_power_of_2(head_dim)), PAGE_SIZE=pages.page_size, HEAD_STRIDE=pages.k.stride(2),
             BLOCK_N=config.block_n, UNMASKED_LOOP=config.unmasked_loop,
             HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None,
             FIXED_TILES=fixed_tiles and window is not None,
@@ -441,7 +460,7 @@ def _check_inputs(q: Tensor, pages: KVPages, batch: AttentionBatch, scale: float
     """Return the batch's work lists. Raises: ValueError as `paged_attention` says."""
     if batch.work is None:
         raise ValueError("the Triton backend needs batch.work; make it with `prepare`")
-    if q.dtype != pages.k.dtype:
+    if q.dtype != pages.k.dtype and not pages.is_fp8:
         raise ValueError(f"q must have the dtype of the pages, {pages.k.dtype}, not {q.dtype}")
     if q.shape[1] % pages.num_kv_heads or q.shape[2] != pages.head_dim:
         raise ValueError(
@@ -477,6 +496,12 @@ def variants(arch: int) -> Iterator[Variant]:
         )
     for dtype in (torch.bfloat16, torch.float32):
         yield from _attention_variants(chip, dtype, 16, 8, 4, 128, window=4096, fixed_tiles=True)
+    if arch >= FP8_ARCH:
+        for head_dim, config in iter_configs(chip, 2, fp8_pages=True):
+            yield from _attention_variants(chip, torch.bfloat16, config.rows, 4, 8, head_dim, fp8_pages=True)
+        yield from _attention_variants(
+            chip, torch.float16, 16, 2, 8, 128, window=4096, softcap=50.0, sinks=True, fp8_pages=True
+        )
 
 
 def _attention_variants(
@@ -492,6 +517,7 @@ def _attention_variants(
     sinks: bool = False,
     *,
     fixed_tiles: bool = False,
+    fp8_pages: bool = False,
 ) -> Iterator[Variant]:
     """Yield the kernel variants of a work list with tiles of `num_queries`, over a large store."""
     meta = partial(torch.empty, device="meta")
@@ -499,7 +525,10 @@ def _attention_variants(
     one = WorkList(ints(5, 6), ints(5), ints(1), max(1, num_queries // group))
     work = AttentionWork((one,), ints(5), ints(0), ints(1), ints(0), ints(1), 0)
     batch = AttentionBatch(ints(5, 9), ints(5), ints(5), ints(6), meta(5, dtype=torch.int64), 1, 9, work)
-    k, v = (meta(2, 1 << 20, kv_heads, page_size, head_dim, dtype=dtype) for _ in "kv")
+    shape: tuple[int, ...] = (2, 1 << 20, kv_heads, page_size, head_dim)
+    if fp8_pages:
+        shape = (*shape[:3], page_size * (head_dim + SCALE_BYTES))
+    k, v = (meta(shape, dtype=FP8 if fp8_pages else dtype) for _ in "kv")
     pages = KVPages(k, v, page_size, kv_heads, head_dim)
     heads = group * kv_heads
     q, sink = meta(5, heads, head_dim, dtype=dtype), meta(heads, dtype=dtype) if sinks else None

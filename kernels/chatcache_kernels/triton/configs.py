@@ -134,6 +134,16 @@ SMALL_SHARED_MEMORY: Final = {
         Config(32, 16, 8, 2, programs=1),
     ),
 }
+# FP8 pages: the converted keys and values of a tile take registers
+FP8_PAGES: Final = SMALL_SHARED_MEMORY | {
+    64: (
+        *SMALL_SHARED_MEMORY[64][:2],
+        Config(64, 32, 4, 3, programs=8, unmasked_loop=True),
+        Config(128, 32, 8, 3, programs=8, unmasked_loop=True),
+    ),
+    128: (*SMALL_SHARED_MEMORY[128][:3], Config(128, 16, 8, 3, programs=8, unmasked_loop=True)),
+    256: (*SMALL_SHARED_MEMORY[256][:2], Config(64, 16, 8, 2, programs=8, unmasked_loop=True)),
+}
 # float32 is multiplied exactly, without matrix units: for comparison, not for speed
 FLOAT32: Final = {
     64: tuple(Config(rows, 16, 8, 2, programs=2, max_registers=128) for rows in (16, 32, 64)),
@@ -149,30 +159,32 @@ INTERPRETER: Final = {
 }
 
 
-def choose_config(chip: Chip, num_queries: int, head_dim: int, itemsize: int) -> Config:
+def choose_config(chip: Chip, num_queries: int, head_dim: int, itemsize: int, *, fp8_pages: bool = False) -> Config:
     """Return the launch configuration with the smallest tile that holds all queries of an item.
 
     If none does, the one with the largest tile: several tiles then share the work.
     Raises: ValueError for heads larger than any table entry.
     """
-    for widest, configs in _table(chip, itemsize).items():
+    for widest, configs in _table(chip, itemsize, fp8_pages).items():
         if head_dim <= widest:
             return next((config for config in configs if config.rows >= num_queries), configs[-1])
     raise ValueError(f"a head has at most 512 dimensions, not {head_dim}")
 
 
-def iter_configs(chip: Chip, itemsize: int) -> Iterator[tuple[int, Config]]:
+def iter_configs(chip: Chip, itemsize: int, *, fp8_pages: bool = False) -> Iterator[tuple[int, Config]]:
     """Yield (head size, configuration) for all configurations of a chip."""
-    for head_dim, configs in _table(chip, itemsize).items():
+    for head_dim, configs in _table(chip, itemsize, fp8_pages).items():
         yield from ((head_dim, config) for config in configs)
 
 
-def _table(chip: Chip, itemsize: int) -> Mapping[int, tuple[Config, ...]]:
-    """Return the launch configurations of a chip and element size, by maximum head size."""
+def _table(chip: Chip, itemsize: int, fp8_pages: bool) -> Mapping[int, tuple[Config, ...]]:
+    """Return the launch configurations of a chip and the queries' element size, by maximum head size."""
     if chip.major == 0:
         return INTERPRETER
     if itemsize == 4:
         return FLOAT32
+    if fp8_pages:
+        return FP8_PAGES
     return {9: HOPPER, 10: BLACKWELL}.get(chip.major, SMALL_SHARED_MEMORY)
 
 

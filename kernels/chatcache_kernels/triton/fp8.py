@@ -19,11 +19,10 @@ from torch import Tensor
 from ..fp8 import DTYPE, LARGEST, TINY, Fp8Weight
 from .attention import dot
 from .configs import Chip, get_chip
-from .launch import EXACT, INTERPRETED, choose_num_warps, next_power_of_2, round_to
+from .launch import EXACT, FP8_ARCH, INTERPRETED, choose_num_warps, next_power_of_2, round_to
 from .variants import Variant, trace_variants
 
-MIN_ARCH = 89
-"""Compute capability from which GPUs convert and multiply FP8 numbers."""
+MIN_ARCH = FP8_ARCH
 
 FEW_ROWS = 32
 """Number of rows up to which weights are converted; more are faster as FP8 products."""
@@ -131,6 +130,10 @@ def choose_split(num_tiles: int, num_blocks: int, multiprocessors: int) -> Split
     return Split(triton.cdiv(num_blocks, each), each)
 
 
+_LARGEST = tl.constexpr(LARGEST)
+_TINY = tl.constexpr(TINY)
+
+
 @triton.jit
 def to_fp8(x):  # type: ignore[no-untyped-def]
     """Return float32 `x`, within the range of float8_e4m3fn, as such a number, rounded to nearest even.
@@ -145,6 +148,17 @@ def to_fp8(x):  # type: ignore[no-untyped-def]
         sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
         return (tl.where(tl.abs(x) < 0.015625, small, normal) | sign).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def quantise_heads(x, largest):  # type: ignore[no-untyped-def]
+    """Return the vectors x in FP8, and their scales. Shapes: x [heads, width] float32, largest, scales [heads, 1].
+
+    `largest`: the largest magnitude of each vector, of which x may be a part.
+    """
+    largest = tl.maximum(largest, _TINY)
+    inverse = tl.div_rn(tl.zeros_like(largest) + _LARGEST, largest)
+    return to_fp8(x * inverse), largest * (1 / _LARGEST)
 
 
 @triton.jit

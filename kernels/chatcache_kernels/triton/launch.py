@@ -9,6 +9,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+FP8_ARCH = 89
+"""Compute capability from which GPUs convert and multiply FP8 numbers."""
+
 EXACT = {"enable_fp_fusion": False}
 """Options of kernels that round as the reference does: no fused multiply-add."""
 

@@ -1,7 +1,8 @@
 """The page store on a GPU: allocation, reads, writes, copies, swaps to host memory.
 
 K and V are [L, N, Hkv, P, D]: the tokens of one head in a page are contiguous, so that a tile of keys is read in long
-runs, and one page of one layer is one run of memory.
+runs, and one page of one layer is one run of memory. In FP8 they are [L, N, Hkv, P * (D + 4)]: the numbers of a head as
+before, followed by P scales in float32.
 
 Swaps. The layers of a page are far apart in the store and contiguous in host memory. Pages are therefore gathered into
 a device buffer in the host's order, in one launch, and copied with one transfer per run of consecutive host pages (K
@@ -22,8 +23,11 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..fp8 import DTYPE as FP8
+from ..fp8 import SCALE_BYTES, unpack_vectors
 from ..types import HostPages, KVPages, PageStore
-from .launch import EXACT, choose_num_warps, contiguous_last_dim, heads_per_program, next_power_of_2, round_to
+from .fp8 import quantise_heads
+from .launch import EXACT, FP8_ARCH, choose_num_warps, contiguous_last_dim, heads_per_program, next_power_of_2, round_to
 from .variants import Variant, trace_variants
 
 COPY_BLOCK_WORDS = 1024
@@ -40,7 +44,9 @@ def allocate_pages(
     Slots are written before they are read, but zeros make sure that lanes which are masked out never multiply a NaN,
     and a store that is too large fails here. The fill runs at memory speed (tens of milliseconds for a whole GPU).
     """
-    shape = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
+    shape: tuple[int, ...] = (num_layers, num_pages, num_kv_heads, page_size, head_dim)
+    if dtype == FP8:
+        shape = (*shape[:3], page_size * (head_dim + SCALE_BYTES))
     k, v = (torch.zeros(shape, dtype=dtype) for _ in "kv")
     return KVPages(k, v, page_size, num_kv_heads, head_dim)
 
@@ -48,10 +54,20 @@ def allocate_pages(
 def read_pages(pages: KVPages, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return the keys and values at `slots`.
 
-    Shapes: slots [n] -> [n, num_kv_heads, head_dim] each.
+    Shapes: slots [n] -> [n, num_kv_heads, head_dim] each; of quantised pages in float32.
     """
     page, offset = slots.long() // pages.page_size, slots.long() % pages.page_size
+    if pages.is_fp8:
+        k, v = (_unpack(store[layer].view(torch.uint8)[page], offset, pages) for store in pages.tensors)
+        return k, v
     return pages.k[layer].transpose(1, 2)[page, offset], pages.v[layer].transpose(1, 2)[page, offset]
+
+
+def _unpack(held: Tensor, offset: Tensor, pages: KVPages) -> Tensor:
+    """Return one token of each page. Shapes: held [n, Hkv, P * (D + 4)] uint8, offset [n] -> [n, Hkv, D] float32."""
+    shape, end = (*held.shape[:2], pages.page_size, -1), pages.page_size * pages.head_dim
+    vectors = torch.cat((held[..., :end].reshape(shape), held[..., end:].reshape(shape)), -1)
+    return unpack_vectors(vectors[torch.arange(len(offset)), :, offset])
 
 
 def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -67,8 +83,8 @@ def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor)
     write_pages_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         k, v, pages.k, pages.v, slots.contiguous(), layer, pages.k.stride(0),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        NUM_HEADS=num_heads, DIM=dim, PAGE=pages.page_size, HEADS=heads, DIM_BLOCK=dim_block,
-        num_warps=choose_num_warps(heads * dim_block, 8), **EXACT,
+        NUM_HEADS=num_heads, DIM=dim, PAGE=pages.page_size, HEAD_STRIDE=pages.k.stride(2), HEADS=heads,
+        DIM_BLOCK=dim_block, num_warps=choose_num_warps(heads * dim_block, 8), **EXACT,
     )  # fmt: skip
 
 
@@ -106,17 +122,20 @@ def variants(arch: int) -> Iterator[Variant]:
     """Yield the kernel variants of copies and writes, also for stores above 2^31 elements."""
     for num_pages, heads, dim, dtype in (
         (50, 3, 64, torch.bfloat16), (9000, 8, 128, torch.bfloat16), (50, 5, 80, torch.float32),
+        (9000, 8, 128, FP8),
     ):  # fmt: skip
+        if dtype == FP8 and arch < FP8_ARCH:
+            continue
         with torch.device("meta"):
             pages = allocate_pages(30, num_pages, 16, heads, dim, dtype)
             pairs = torch.empty(7, 2, dtype=torch.int32)
             stage = torch.empty(7, 30, as_words(pages.k).shape[2], dtype=torch.int32).transpose(0, 1)
             both = as_words(pages.k), as_words(pages.v)
-            k = torch.empty(7, 3 * heads, dim, dtype=dtype)[:, heads : 2 * heads]
+            k = torch.empty(7, 3 * heads, dim, dtype=torch.bfloat16 if dtype == FP8 else dtype)[:, heads : 2 * heads]
             slots = torch.empty(7, dtype=torch.int64)
         yield from trace_variants(partial(copy_pages, pages, pairs), wide=True)
         yield from trace_variants(partial(copy_page_words, both, (stage, stage), pairs.long()), wide=True)
-        yield from trace_variants(partial(write_pages, pages, 1, k, k, slots), wide=True)
+        yield from trace_variants(partial(write_pages, pages, 1, k, k, slots), wide=dtype != FP8)
 
 
 @triton.jit(do_not_specialize_on_alignment=["pairs"])
@@ -166,24 +185,41 @@ def write_pages_kernel(  # type: ignore[no-untyped-def]
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
     """Write HEADS heads of one token to its page. Grid: (T, NUM_HEADS / HEADS).
 
-    Shapes: k, v [T, NUM_HEADS, DIM], pages [L, N, NUM_HEADS, PAGE, DIM], slots [T].
+    Shapes: k, v [T, NUM_HEADS, DIM], pages [L, N, NUM_HEADS, HEAD_STRIDE], slots [T].
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, DIM_BLOCK)[None, :]
     inside = (head < NUM_HEADS) & (column < DIM)
     slot = tl.load(slots + token).to(tl.int64)
-    to = layer.to(tl.int64) * layer_stride + (slot // PAGE * NUM_HEADS * PAGE + slot % PAGE) * DIM
+    to = layer.to(tl.int64) * layer_stride + slot // PAGE * (NUM_HEADS * HEAD_STRIDE) + head * HEAD_STRIDE
     keys = tl.load(k + token * k_token + head * k_head + column, mask=inside, other=0.0).to(tl.float32)
     values = tl.load(v + token * v_token + head * v_head + column, mask=inside, other=0.0).to(tl.float32)
-    at = to + head * (PAGE * DIM) + column
-    tl.store(k_pages + at, round_to(keys, k_pages.dtype.element_ty), mask=inside)
-    tl.store(v_pages + at, round_to(values, v_pages.dtype.element_ty), mask=inside)
+    store_heads(k_pages + to, keys, inside, head < NUM_HEADS, slot % PAGE, column, DIM, PAGE)
+    store_heads(v_pages + to, values, inside, head < NUM_HEADS, slot % PAGE, column, DIM, PAGE)
+
+
+@triton.jit
+def store_heads(target, x, inside, has_head, offset, column, DIM: tl.constexpr, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store one token's vectors of several heads in a page, quantised if its numbers are FP8.
+
+    Shapes: target [heads, 1], pointers to the first element of each head in the page; x [heads, DIM_BLOCK] float32, 0
+    where not `inside`; has_head [heads, 1]; column [1, DIM_BLOCK]. `offset`: of the token in the page.
+    """
+    kind: tl.constexpr = target.dtype.element_ty
+    at = target + offset * DIM + column
+    if kind == tl.float8e4nv:
+        numbers, scales = quantise_heads(x, tl.max(tl.abs(x), axis=1, keep_dims=True))
+        tl.store(at, numbers, mask=inside)
+        tl.store((target + PAGE * DIM).to(tl.pointer_type(tl.float32), bitcast=True) + offset, scales, mask=has_head)
+    else:
+        tl.store(at, round_to(x, kind), mask=inside)
 
 
 STAGE_BYTES = 1 << 25
