@@ -99,6 +99,11 @@ def believed(routed: RoutedRequest) -> int:
     return max((boundary.num_tokens for boundary, place in pairs if place is not None and place.holders), default=0)
 
 
+def has_found(num_tokens: int) -> Callable[[RoutedRequest], bool]:
+    """Return a check that a prefix of so many tokens has a holder."""
+    return lambda routed: believed(routed) >= num_tokens
+
+
 def report_of(router: RequestRouter, worker_id: str) -> WorkerReport:
     return next(each for each in router.reports() if each.name == worker_id.partition(".")[0])
 
@@ -286,7 +291,7 @@ async def cached_tokens_of_second_turns(
         for number, prompt in enumerate([*prompts[1:], prompts[0]]):  # in turns, each would go to the other worker
             again = request(f"two{number}", (*prompt, 0, 3, 4, 5, 0), params=params)
             if is_indexed:
-                await located(second._router, again, lambda found, least=len(prompt) - 32: believed(found) >= least)  # type: ignore[misc]
+                await located(second._router, again, has_found(len(prompt) - 32))
             await second.submit(again)
             tokens_of(await collect(second, f"two{number}"))
         reports = (await second.health()).workers

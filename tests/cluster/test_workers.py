@@ -30,7 +30,6 @@ from tests.engine_process.engines import FAST, expected_tokens, process, request
 from tests.support.ports import free_port
 from tests.support.redis_servers import RedisServer, redis_server
 
-
 pytestmark = pytest.mark.usefixtures("patient_bus")
 
 

@@ -55,7 +55,9 @@ async def test_the_text_of_a_killed_engine_is_that_of_an_undisturbed_one() -> No
 
 SEARCHES: dict[str, BeamSearchParams | SamplingParams] = {
     "beams": BeamSearchParams(beam_width=5, max_tokens=80, ignore_eos=True, logprobs=1, stream_beams=True),
-    "diverse beams": BeamSearchParams(beam_width=4, num_beam_groups=2, diversity_penalty=0.5, max_tokens=80, ignore_eos=True, n=2),
+    "diverse beams": BeamSearchParams(
+        beam_width=4, num_beam_groups=2, diversity_penalty=0.5, max_tokens=80, ignore_eos=True, n=2
+    ),
     "best_of": SamplingParams(n=2, best_of=4, max_tokens=80, seed=2, ignore_eos=True, presence_penalty=0.2),
     "distinct": SamplingParams(n=4, distinct=True, max_tokens=80, seed=3, ignore_eos=True),
 }

@@ -148,7 +148,6 @@ def attached(strace: list[str], pid: int, trace: Path) -> Iterator[None]:
 
 async def trace_redis(strace: list[str], folder: Path, policy: str, num_turns: int) -> tuple[str, int]:
     """Return a trace of storing turns, and the number of turns in the file cut to its synced length."""
-    folder.mkdir(exist_ok=True)
     trace = folder / "trace"
     with redis_server(folder / "redis", appendfsync=policy) as server:
         store = RedisStore(server.url, timeout_s=SLOW_TIMEOUT_S)  # traced, it answers slowly

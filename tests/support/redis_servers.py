@@ -107,7 +107,7 @@ class RedisServer:
 
 @contextlib.contextmanager
 def redis_server(folder: Path, *settings: str, appendfsync: str = "everysec") -> Iterator[RedisServer]:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     server = RedisServer(folder, *settings, appendfsync=appendfsync)
     try:
         yield server.start()
