@@ -234,7 +234,7 @@ class RankProcesses:
 
     def describe(self, error: BaseException) -> str:
         """Return which rank has ended, else the error."""
-        deadline = time.monotonic() + 0.5  # a connection may be closed a moment before the process has ended
+        deadline = time.monotonic() + 1.5  # a connection may be closed a moment before the process has ended
         while time.monotonic() < deadline:
             if (ended := self._ended()) is not None:
                 return ended

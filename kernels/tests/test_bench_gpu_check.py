@@ -202,7 +202,7 @@ def test_context_measure_records_failures_and_continues(context: StageContext) -
 def test_run_apart_keeps_results_of_killed_and_failed_stages(tmp_path: Path) -> None:
     killed = run_apart(Stage("limits", "limits.run", 0.0), "tiny", tmp_path, 0.2, grace_s=0.2)
     assert killed.status == "killed" and "killed at its limit" in killed.failures[0]["reason"]
-    failed = run_apart(Stage("no such stage", "run_tests.run", 0.0), "tiny", tmp_path, 60)
+    failed = run_apart(Stage("no such stage", "run_tests.run", 0.0), "tiny", tmp_path, 300)
     assert failed.status == "failed" and failed.failures[0]["reason"] == "its process ended with 1"
     stage = Stage("cut short", "run_tests.run", 0.0)
     figure = json.dumps({"figure": asdict(Figure("kept", 1.0, "s"))})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -19,15 +20,20 @@ def children_cpu_s() -> float:
     return times.children_user + times.children_system
 
 
-def live_children() -> list[int]:
-    tasks = Path("/proc/self/task").glob("*/children")
-    return [int(each) for task in tasks for each in task.read_text().split()]
+def live_children() -> set[int]:
+    """Return the child processes of the threads of this process; those of other tests come and go."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
 
 
-def num_busy() -> int:
-    """Return the number of child processes that wait for nothing."""
-    states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in live_children()]
-    return states.count("R")
+def state_of(pid: int) -> str:
+    """Return the state of a process: R if it waits for nothing, Z or "" if it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
@@ -37,7 +43,7 @@ def test_busy_processes_run_and_end(fails: bool) -> None:
     cpu = min(os.sched_getaffinity(0))
     try:
         with busy_processes(2, [cpu]):
-            mine = set(live_children()) - set(before)
+            mine = live_children() - before
             assert len(mine) == 2
             assert all(os.sched_getaffinity(pid) == {cpu} for pid in mine)
             time.sleep(0.2)
@@ -45,7 +51,7 @@ def test_busy_processes_run_and_end(fails: bool) -> None:
                 raise InterruptedError
     except InterruptedError:
         assert fails
-    assert set(live_children()) == set(before)
+    assert not mine & live_children()
     assert children_cpu_s() > cpu_s
 
 
@@ -65,9 +71,8 @@ def test_busy_processes_end_with_a_killed_parent() -> None:
         parent.stdout.readline()
         (busy,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
         parent.kill()
-    stat = Path(f"/proc/{busy}/stat")
     deadline_s = time.monotonic() + 60
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+    while state_of(int(busy)) not in ("", "Z"):
         assert time.monotonic() < deadline_s, "it still runs"
         time.sleep(0.05)
 
@@ -75,11 +80,11 @@ def test_busy_processes_end_with_a_killed_parent() -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_speeds_are_medians_of_rounds_with_each_number_of_processes() -> None:
     seen: list[int] = []
-    base = num_busy()
+    before = live_children()
     values = iter((9.0, 5.0, 1.0, 5.0, 5.0, 7.0))
 
     def measure() -> float:
-        seen.append(num_busy() - base)
+        seen.append([state_of(pid) for pid in live_children() - before].count("R"))
         return next(values)
 
     assert speeds_by_busy_processes(measure, (0, 2), 3) == {0: 5.0, 2: 5.0}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from chatcache.cluster import bus
 from tests.support.redis_servers import RedisServer, redis_server
 
 
@@ -19,3 +20,10 @@ def module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
 def server(module_server: RedisServer) -> RedisServer:
     module_server.admin.flushall()
     return module_server
+
+
+@pytest.fixture
+def patient_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server and processes that never end by themselves: on a busy machine they may answer late."""
+    monkeypatch.setattr(bus, "TIMEOUT_S", 30.0)
+    monkeypatch.setattr(bus, "LEASE_S", 60.0)

@@ -11,7 +11,8 @@ import pytest
 import redis
 
 from chatcache.cluster import bus
-from tests.support.redis_servers import redis_server
+from tests.engine_process.engines import until
+from tests.support.redis_servers import RedisServer, redis_server
 
 
 class CancellationLost:
@@ -52,7 +53,7 @@ async def test_cancellation_that_redis_loses_ends_the_task(work: Callable[[Any],
     task = asyncio.ensure_future(work(client))
     await client.has_command.wait()
     task.cancel()
-    done, _ = await asyncio.wait([task], timeout=5)
+    done, _ = await asyncio.wait([task], timeout=60)
     task.cancel()
     assert done and task.cancelled()
 
@@ -75,6 +76,21 @@ async def test_lease_that_a_primary_refuses_is_renewed_on_a_new_connection() -> 
     client = CutOffPrimary()
     assert await bus.Lease(client, "key").renew(b"1")
     assert client.num_closed == 1
+
+
+@pytest.mark.usefixtures("patient_bus")
+async def test_lease_that_is_not_renewed_expires(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bus, "LEASE_S", 0.1)
+    client, key = bus.connect(server.url), bus.worker_key("w")
+    lease = bus.Lease(client, key)
+    assert await lease.renew(b"1")
+
+    async def is_gone() -> bool:
+        return not server.admin.exists(key)
+
+    await until(is_gone)
+    assert not await lease.renew(b"1") and not server.admin.exists(key)
+    await client.aclose()
 
 
 async def test_closed_client_has_no_connections(tmp_path: Path) -> None:

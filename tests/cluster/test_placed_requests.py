@@ -86,7 +86,7 @@ class Rig:
         return found
 
     async def events(self, name: str = "r") -> list[EngineEvent]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return [event async for event in self.requests.client.events(name)]
 
 

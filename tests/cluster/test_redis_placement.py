@@ -19,6 +19,8 @@ from chatcache.cluster.redis_placement import MAX_RECORDS, RedisPlacementIndex, 
 from tests.engine_process.engines import until
 from tests.support.redis_servers import RedisServer
 
+pytestmark = pytest.mark.usefixtures("patient_bus")
+
 NOW_S = 1_000_000.0
 WORKERS = {7: "a", 8: "b"}
 RECORD = Struct("<IQII")
@@ -114,11 +116,11 @@ async def test_long_log_is_replaced_when_it_is_read(server: RedisServer) -> None
 async def test_lookup_during_an_outage_answers_none_and_recovers(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bus, "TIMEOUT_S", 0.02)
     monkeypatch.setattr(redis_placement, "PAUSE_S", 0.05)
     async with gateway_index(server) as index:
         index.record([boundary("s")], 7, NOW_S)
         await until_holders(index, "s", {"a": 7})
+        monkeypatch.setattr(bus, "TIMEOUT_S", 0.2)
         server.signal(signal.SIGSTOP)
         try:
             assert await index.lookup([boundary("s")], NOW_S, WORKERS) is None

@@ -25,6 +25,8 @@ from tests.cluster.test_workers import collect, gateway, tokens_of
 from tests.engine_process.engines import FAST, until
 from tests.support.redis_servers import RedisServer
 
+pytestmark = pytest.mark.usefixtures("patient_bus")
+
 END = 2  # token that ends a message
 MODEL = ModelInfo(name="m", digest="00", vocab_size=1000, max_model_len=4096, eos_token_ids=(END,))
 SYSTEM = (*range(10, 310), END)
@@ -95,6 +97,11 @@ def believed(routed: RoutedRequest) -> int:
     assert routed.places is not None
     pairs = zip(routed.prompt.boundaries, routed.places, strict=True)
     return max((boundary.num_tokens for boundary, place in pairs if place is not None and place.holders), default=0)
+
+
+def has_found(num_tokens: int) -> Callable[[RoutedRequest], bool]:
+    """Return a check that a prefix of so many tokens has a holder."""
+    return lambda routed: believed(routed) >= num_tokens
 
 
 def report_of(router: RequestRouter, worker_id: str) -> WorkerReport:
@@ -261,10 +268,13 @@ async def caching_worker(server: RedisServer, name: str) -> AsyncIterator[None]:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def cached_tokens_of_second_turns(server: RedisServer, num_chats: int = 6) -> tuple[int, int, int]:
+async def cached_tokens_of_second_turns(
+    server: RedisServer, num_chats: int = 6, *, is_indexed: bool = True
+) -> tuple[int, int, int]:
     """Run chats whose second turn comes through another gateway.
 
     Return the tokens of their first prompts, and of the second ones those predicted and found in the cache.
+    `is_indexed`: the index learns of the first turns.
     """
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     async with (
@@ -278,9 +288,11 @@ async def cached_tokens_of_second_turns(server: RedisServer, num_chats: int = 6)
             await first.submit(request(f"one{number}", prompt, params=params))
             reply = tokens_of(await collect(first, f"one{number}"))
             prompts[number] = (*prompt, *reply)
-        await asyncio.sleep(0.2)  # until the index is written
         for number, prompt in enumerate([*prompts[1:], prompts[0]]):  # in turns, each would go to the other worker
-            await second.submit(request(f"two{number}", (*prompt, 0, 3, 4, 5, 0), params=params))
+            again = request(f"two{number}", (*prompt, 0, 3, 4, 5, 0), params=params)
+            if is_indexed:
+                await located(second._router, again, has_found(len(prompt) - 32))
+            await second.submit(again)
             tokens_of(await collect(second, f"two{number}"))
         reports = (await second.health()).workers
         assert [each.name for each in reports] == ["a", "b"]
@@ -303,5 +315,5 @@ async def test_injected_index_that_learns_nothing_loses_pages(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RedisPlacementIndex, "record", lambda *_: None)
-    num_tokens, num_predicted, num_cached = await cached_tokens_of_second_turns(server)
+    num_tokens, num_predicted, num_cached = await cached_tokens_of_second_turns(server, is_indexed=False)
     assert num_predicted == 0 and num_cached < 0.9 * num_tokens

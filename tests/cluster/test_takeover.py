@@ -26,12 +26,12 @@ from tests.support.redis_servers import RedisServer
 
 
 @pytest.fixture(autouse=True)
-def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let leases expire after 0.9 seconds."""
-    monkeypatch.setattr(bus, "LEASE_S", 0.9)
+def quick_polls(patient_bus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notice quickly that a lease is gone, and wait long for the answer of a worker."""
     monkeypatch.setattr(bus, "RENEW_S", 0.15)
     monkeypatch.setattr(remote_engine, "_POLL_S", 0.1)
-    monkeypatch.setattr(worker_host, "ADOPT_S", 3.0)
+    monkeypatch.setattr(takeover, "ADOPT_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(worker_host, "ADOPT_S", 30.0)
 
 
 def chat_request(name: str, max_tokens: int) -> GenerateRequest:
@@ -60,12 +60,13 @@ class Gateway:
         return self.accepts and not self.drains
 
     async def kill(self) -> None:
-        """End without telling anyone: the lease expires."""
+        """End without a shutdown. Its lease is gone, as if it had expired."""
         engine = self.engine
         tasks = [*engine._tasks, *(task for worker in engine._workers.values() for task in worker._tasks)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await engine._redis.delete(bus.gateway_key(engine.id))
         engine._redis.delete = lambda *_: asyncio.sleep(0)
 
 
@@ -192,7 +193,10 @@ async def test_request_that_ended_before_it_was_taken_over_is_told_to_its_end(se
 
 
 @pytest.mark.slow
-async def test_request_without_record_and_refused_one_are_aborted(server: RedisServer) -> None:
+async def test_request_without_record_and_refused_one_are_aborted(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_host, "ADOPT_S", 3.0)
     async with worker(server, "a") as only, gateways(server) as (first, second):
         second.accepts = False
         for name in ("recorded", "not"):
@@ -255,7 +259,7 @@ async def test_gateway_that_drains_leaves_what_it_is_taking_over_to_another_one(
             assert not second.engine.recorder.num_adopted
             third.engine.recorder.on_adopt = third._adopt
             await second.kill()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await until_adopted(third, 1)
                 assert tokens_of(await collect(third.engine, "r")) == expected_tokens((5,), 900)
 
@@ -283,7 +287,7 @@ async def test_worker_that_answers_late_leaves_no_gap_in_an_adopted_request(
         await first.engine.recorder.record("r", b"")
         await until_sent(first.engine, "r", 20)
         await first.kill()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await until_adopted(second, 1)
             assert tokens_of(await collect(second.engine, "r")) == expected_tokens((5,), 1500)
         assert second.engine.num_moved == 1

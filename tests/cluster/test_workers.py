@@ -30,6 +30,8 @@ from tests.engine_process.engines import FAST, expected_tokens, process, request
 from tests.support.ports import free_port
 from tests.support.redis_servers import RedisServer, redis_server
 
+pytestmark = pytest.mark.usefixtures("patient_bus")
+
 
 class Worker:
     """A worker with its engine process, and the task that connects it to the bus."""
@@ -39,10 +41,14 @@ class Worker:
         self.host = host
         self.task = task
 
-    async def cut_off(self) -> None:
-        """End the connection to the bus and leave the lease to expire, as if the machine was switched off."""
+    async def cut_off(self, *, leaves_lease: bool = False) -> None:
+        """End the connection to the bus and the lease, as if the lease of a machine that was switched off had expired.
+
+        `leaves_lease`: it expires later.
+        """
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bus.Lease, "give_up", lambda _: asyncio.sleep(0))
+            if leaves_lease:
+                patch.setattr(bus.Lease, "give_up", lambda _: asyncio.sleep(0))
             self.task.cancel()
             await asyncio.gather(self.task, return_exceptions=True)
 
@@ -175,7 +181,7 @@ async def test_abort_in_the_entry_of_its_submit_ends_the_request(server: RedisSe
         async def has_ended() -> bool:
             return only.host.num_requests == 0
 
-        await until(has_ended, timeout_s=10.0)
+        await until(has_ended)
 
 
 @pytest.mark.slow
@@ -218,8 +224,12 @@ async def test_beam_search_of_a_lost_worker_has_the_result_of_an_undisturbed_one
             expected = await collect(engine, "undisturbed")
             await engine.submit(search("moved"))
             reader = asyncio.create_task(collect(engine, "moved"))
-            await asyncio.sleep(0.3)
-            assert not reader.done()
+
+            async def is_under_way() -> bool:
+                placed = engine._requests.get("moved")
+                return placed is not None and placed.journal.num_search_steps >= 20
+
+            await until(is_under_way)
             await (first if first.host.num_requests else second).cut_off()
             events = await reader
         assert engine.num_moved == 1
@@ -337,13 +347,16 @@ async def test_request_that_ends_three_workers_fails(server: RedisServer) -> Non
 
 
 @pytest.mark.slow
-async def test_without_a_worker_new_requests_are_refused_and_held_ones_wait(server: RedisServer) -> None:
+async def test_without_a_worker_new_requests_are_refused_and_held_ones_wait(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus, "LEASE_S", 2.0)
     async with worker(server, "a") as first, gateway(server) as engine:
         for name in ("held", "aborted"):
             await engine.submit(request(name, 700, prompt=(5,)))
         reader = asyncio.create_task(collect(engine, "held"))
         await asyncio.sleep(0.3)
-        await first.cut_off()
+        await first.cut_off(leaves_lease=True)
 
         async def condition() -> bool:
             return not engine.workers

@@ -204,6 +204,7 @@ def test_a_compile_that_takes_too_much_memory_is_stopped(
 ) -> None:
     monkeypatch.setattr(constraint_checker, "COMPILE_MEMORY_BYTES", 32 << 20)
     monkeypatch.setattr(constraint_checker, "COMPILE_CPU_S", 20.0)
+    monkeypatch.setattr(constraint_checker, "COMPILE_WALL_S", 120.0)
     chain = "\n".join(f'T{i}: T{i + 1}{{0,3}} "x"' for i in range(1500))
     grammar = to_lark(StructuredOutputs(grammar=f'start: T0\n{chain}\nT1500: "y"'))
     assert checker.check(grammar) == "it takes more than 32 MiB to compile"

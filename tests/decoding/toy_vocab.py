@@ -39,7 +39,7 @@ def text_of(tokens: Sequence[int]) -> bytes:
 def compiled(outputs: StructuredOutputs, within: GrammarCompiler | None = None) -> GrammarFuture:
     """A grammar_future that is ready. Raises: what compiling raises."""
     grammar_future = (within or grammars()).start(outputs)
-    grammar_future.future.result(30)
+    grammar_future.future.result(120)
     return grammar_future
 
 

@@ -39,7 +39,7 @@ async def read(engine: EngineProcess, name: str, kill_after: int = -1) -> list[l
 async def test_the_text_of_a_killed_engine_is_that_of_an_undisturbed_one() -> None:
     tokenizer = load_tokenizer(CONFIG)
     params = SamplingParams(
-        n=2, seed=5, temperature=0.9, max_tokens=60, ignore_eos=True, repetition_penalty=1.1, logprobs=0
+        n=2, seed=5, temperature=0.9, max_tokens=150, ignore_eos=True, repetition_penalty=1.1, logprobs=0
     )
     prompt = tuple(tokenizer.encode(PROMPT))
     async with EngineProcess(CONFIG, BUILD_ENGINE, policy=RestartPolicy(first_delay_s=0.01)) as engine:
@@ -54,10 +54,12 @@ async def test_the_text_of_a_killed_engine_is_that_of_an_undisturbed_one() -> No
 
 
 SEARCHES: dict[str, BeamSearchParams | SamplingParams] = {
-    "beams": BeamSearchParams(beam_width=5, max_tokens=40, ignore_eos=True, logprobs=1, stream_beams=True),
-    "diverse beams": BeamSearchParams(beam_width=4, num_beam_groups=2, diversity_penalty=0.5, max_tokens=40, n=2),
-    "best_of": SamplingParams(n=2, best_of=4, max_tokens=40, seed=2, ignore_eos=True, presence_penalty=0.2),
-    "distinct": SamplingParams(n=4, distinct=True, max_tokens=40, seed=3, ignore_eos=True),
+    "beams": BeamSearchParams(beam_width=5, max_tokens=80, ignore_eos=True, logprobs=1, stream_beams=True),
+    "diverse beams": BeamSearchParams(
+        beam_width=4, num_beam_groups=2, diversity_penalty=0.5, max_tokens=80, ignore_eos=True, n=2
+    ),
+    "best_of": SamplingParams(n=2, best_of=4, max_tokens=80, seed=2, ignore_eos=True, presence_penalty=0.2),
+    "distinct": SamplingParams(n=4, distinct=True, max_tokens=80, seed=3, ignore_eos=True),
 }
 
 

@@ -55,7 +55,7 @@ class AdversarialLoad:
             strict=True,
         )
         runner = FakeRunner(fake_capacity(SLOTS * (NUM_PROMPT + NUM_OUTPUT) // PAGE * 4, PAGE), VOCAB)
-        self._engine = Engine(runner, fake_model_info(VOCAB), config)
+        self._engine = Engine(runner, fake_model_info(VOCAB), config, clock=runner.clock)
         self._rng = np.random.default_rng(self.seed)
         self._asked: dict[str, int] = {}  # when, by request
         idle = {f"polite{number}": int(self._rng.integers(NUM_OUTPUT)) for number in range(self.num_polite)}

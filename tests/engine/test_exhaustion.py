@@ -44,7 +44,8 @@ class Trace:
             max_num_seqs=16,
             scheduling_policy=draw.choice(("fcfs", "fcfs", "priority", "fair")),
         )
-        self.engine = Engine(FakeRunner(capacity, VOCAB), fake_model_info(VOCAB), config)
+        runner = FakeRunner(capacity, VOCAB)
+        self.engine = Engine(runner, fake_model_info(VOCAB), config, clock=runner.clock)
         self.num_refused = self.num_finished = self.num_preemptions = 0
 
     def play(self) -> None:

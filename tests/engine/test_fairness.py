@@ -37,7 +37,7 @@ class ServiceMeter:
         config = EngineConfig(
             scheduling_policy=policy, max_num_batched_tokens=64, max_queued_requests=10_000, strict=True
         )
-        self.engine = Engine(runner, fake_model_info(VOCAB), config)
+        self.engine = Engine(runner, fake_model_info(VOCAB), config, clock=runner.clock)
         self.served: Counter[str] = Counter()
         self.started: list[str] = []
         self.finished: list[str] = []

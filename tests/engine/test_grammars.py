@@ -18,6 +18,7 @@ from chatcache.errors import InvalidRequestError, OverloadedError, RateLimitErro
 from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Tokens
 from chatcache.types.request import BeamSearchParams, GenerateRequest, Params, SamplingParams, StructuredOutputs
 from tests.decoding.toy_vocab import CONTROL, EOS, PIECES, VOCAB_SIZE, text_of
+from tests.engine.driver import drain
 from tests.support.fake_runner import FakeRunner, fake_capacity, fake_model_info
 
 REGEX = StructuredOutputs(regex="(ab|[0-9]{2}|é)+x")
@@ -34,16 +35,6 @@ def engine(num_pages: int = 512, **settings: Any) -> Engine:
 
 def request(name: str, params: Params, length: int = 6) -> GenerateRequest:
     return GenerateRequest(request_id=name, prompt=tuple(range(len(name), len(name) + length)), params=params)
-
-
-def drain(engine: Engine, most: int = 5000) -> list[EngineEvent]:
-    events: list[EngineEvent] = []
-    for _ in range(most):
-        if not engine.has_work():
-            return events
-        events += engine.step()
-        engine.cache.check()
-    raise AssertionError("the engine stalls")
 
 
 def outputs(events: Sequence[EngineEvent], name: str) -> dict[int, list[int]]:

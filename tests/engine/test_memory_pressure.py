@@ -158,7 +158,8 @@ class Trace:
             max_num_batched_tokens=draw.choice((7, 64)),
             scheduling_policy=draw.choice(("fcfs", "priority", "priority", "priority", "fair")),
         )
-        self._engine = Engine(FakeRunner(capacity, 32, eos_every=60), fake_model_info(32), config)
+        runner = FakeRunner(capacity, 32, eos_every=60)
+        self._engine = Engine(runner, fake_model_info(32), config, clock=runner.clock)
 
     def most_preemptions(self, num_requests: int) -> int:
         """Run the trace to its end; return the most preemptions of one request."""

@@ -31,8 +31,8 @@ async def test_device_loss_ends_the_child_and_health_reports_it_while_requests_w
     factory = "tests.engine_process.engines:build_losing"
     async with EngineProcess(EngineConfig(model=model), factory, policy=PATIENT, log_level="critical") as engine:
         await engine.wait_loaded()
-        for name in ("a", "b"):
-            await engine.submit(request(name, 1000, prompt=tuple(range(1, 20))))
+        # Together: the device is lost 0.3 s after the first one.
+        await asyncio.gather(*(engine.submit(request(name, 1000, prompt=tuple(range(1, 20)))) for name in ("a", "b")))
         child = engine._child
         assert child is not None and child.process is not None
         await child.ended.wait()

@@ -182,9 +182,12 @@ async def test_a_cancelled_candidate_ends_and_the_others_are_unchanged(waiting: 
     assert (await waiting.health()).num_pages_in_use == 0
 
 
+ENDLESS_BEAMS = BeamSearchParams(beam_width=3, max_tokens=2000, ignore_eos=True)
+
+
 async def test_cancel_candidate_of_unknown_or_unsupported_candidates(client: Client) -> None:
     await client.cancel_candidate("unknown", 3)
-    beams = GenerateRequest(request_id="b", prompt=(1, 2), params=BeamSearchParams(beam_width=3, max_tokens=2000))
+    beams = GenerateRequest(request_id="b", prompt=(1, 2), params=ENDLESS_BEAMS)
     await client.submit(beams)
     with pytest.raises(UnsupportedParameterError, match="beams cannot be dropped"):
         await client.cancel_candidate("b", 0)

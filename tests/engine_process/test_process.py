@@ -123,7 +123,7 @@ async def test_a_submit_pending_at_a_crash_is_answered_by_the_next_child() -> No
 @pytest.mark.slow
 async def test_repeated_crashes_give_up_and_report_it() -> None:
     async with process("dies") as engine:
-        error = await asyncio.wait_for(engine.wait_failed(), 60)
+        error = await asyncio.wait_for(engine.wait_failed(), 180)
         assert "exit status 9" in error.message
         assert engine.num_restarts == FAST.max_deaths - 1
         with pytest.raises(EngineError):
@@ -133,7 +133,7 @@ async def test_repeated_crashes_give_up_and_report_it() -> None:
 @pytest.mark.slow
 async def test_repeated_crashes_while_loading_give_up() -> None:
     policy = RestartPolicy(max_deaths=3, first_delay_s=0.01, healthy_after_s=0.0)
-    async with process("dies", policy) as engine, asyncio.timeout(60):
+    async with process("dies", policy) as engine, asyncio.timeout(180):
         assert "exit status 9" in (await engine.wait_failed()).message
         assert engine.num_restarts == 2
 
@@ -141,7 +141,7 @@ async def test_repeated_crashes_while_loading_give_up() -> None:
 @pytest.mark.slow
 async def test_a_load_that_hangs_gives_up() -> None:
     policy = RestartPolicy(max_deaths=2, first_delay_s=0.01, hung_after_s=0.2, lost_after_s=0.4, healthy_after_s=0.0)
-    async with process("loading", policy) as engine, asyncio.timeout(60):
+    async with process("loading", policy) as engine, asyncio.timeout(180):
         assert "is loading but does not respond" in (await engine.wait_failed()).message
         assert engine.num_restarts == 1
 
@@ -175,7 +175,8 @@ async def test_a_load_failure_is_final_and_raised(
         assert text in (await engine.wait_failed()).message
         assert text in (await engine.health()).detail
         assert engine.num_restarts == 0
-    assert not [record for record in caplog.records if record.levelno >= logging.INFO]
+    records = [record for record in caplog.records if record.name.startswith("chatcache")]
+    assert not [record for record in records if record.levelno >= logging.INFO]
 
 
 async def test_while_loading_requests_are_rejected_and_health_reports_progress() -> None:

@@ -43,12 +43,12 @@ pytestmark = pytest.mark.slow
 ZOMBIES = RestartPolicy(max_deaths=4, first_delay_s=0.01, hung_after_s=2.0)
 
 
-async def kill_under_streams(num_kills: int, num_streams: int = 20) -> None:
+async def kill_under_streams(num_kills: int, num_streams: int = 20, tokens_per_kill: int = 30) -> None:
     num_killed = 0
     async with process(step_ms=5) as engine:
         await engine.wait_loaded()
         while num_killed < num_kills:  # once, but where the machine has more time for the child than for this process
-            first, num_tokens = num_killed * num_streams, 30 * (num_kills - num_killed)
+            first, num_tokens = num_killed * num_streams, tokens_per_kill * (num_kills - num_killed)
             requests = [make_request(first + number, num_tokens) for number in range(num_streams)]
             expected = expected_events(requests)
             crowd = RequestGroup(engine, requests)
@@ -89,7 +89,7 @@ async def test_kill_check_detects_a_journal_without_tokens(monkeypatch: pytest.M
     """Injected bug: all tokens are emitted twice."""
     monkeypatch.setattr(RequestJournal, "resumed_request", _without_tokens)
     with pytest.raises(AssertionError, match="not what an undisturbed run says"):
-        await kill_under_streams(1, num_streams=3)
+        await kill_under_streams(1, num_streams=3, tokens_per_kill=200)  # the child is killed long before the end
 
 
 @pytest.mark.parametrize(("code", "is_waited_for"), [(errno.EMFILE, True), (errno.ENOENT, False)])
@@ -201,7 +201,7 @@ def notices_of_old_children(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[No
 
 
 async def wake_zombies(num_zombies: int, received: list[Notice]) -> None:
-    requests = [make_request(number, 150 * num_zombies) for number in range(4)]
+    requests = [make_request(number, 250 + 150 * num_zombies) for number in range(4)]
     expected = expected_events(requests)
     async with process(step_ms=5, policy=ZOMBIES) as engine:
         await engine.wait_loaded()

@@ -38,7 +38,7 @@ async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
 
 
 async def wait_idle(llm: AsyncLLM) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await llm.health()).num_running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

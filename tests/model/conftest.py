@@ -24,6 +24,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Draw the same numbers whichever tests have run before, except in tests that are random in every run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def sample_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sample]:
     """Return the sample of a family, made at first use."""

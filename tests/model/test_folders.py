@@ -221,7 +221,7 @@ def test_hugging_face_id_without_a_network_fails_within_seconds(tmp_path: Path) 
         "HF_HUB_OFFLINE": "0",
         "HF_HOME": str(tmp_path),
     }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert "http://127.0.0.1:9 cannot be reached" in done.stderr and "set HF_ENDPOINT to a mirror" in done.stderr
 
 

@@ -14,7 +14,7 @@ from chatcache.model.linear import PanelLinear, PanelLinearFactory
 
 def test_arena_copies_are_separate_and_aligned() -> None:
     arena = HostArena()
-    generator = torch.Generator().manual_seed(torch.seed() % 2**31)
+    generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(1, 2000, (60,), generator=generator).tolist()
     given = [torch.randn(size, 3, generator=generator).to(torch.bfloat16) for size in sizes]
     kept = [arena.copy(each.t()) for each in given]

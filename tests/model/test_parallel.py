@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,10 @@ def build_without_tokenizer(config: EngineConfig, progress: Any) -> Engine:
 
 def rank_of(pid: int) -> int:
     """Return the process id of the rank that an engine process has started."""
-    children = [int(each) for file in Path(f"/proc/{pid}/task").glob("*/children") for each in file.read_text().split()]
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            children += map(int, (task / "children").read_text().split())
     (rank,) = [each for each in children if b"run_rank" in command_of(each)]
     return rank
 

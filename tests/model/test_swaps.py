@@ -154,7 +154,7 @@ def test_swap_of_a_missing_page_is_rejected(sample_of: Callable[[str], Sample], 
 
 def test_warm_up_measures_the_time_of_a_swap(sample_of: Callable[[str], Sample], load: Callable[..., Runner]) -> None:
     folder = sample_of("llama").folder
-    assert 0 < load(folder).capacity().swap_page_s < 0.1
+    assert 0 < load(folder).capacity().swap_page_s < 1.0
     off = load(folder, swap_space_bytes=0).capacity()
     assert (off.num_host_pages, off.swap_page_s) == (0, 0.0)
 

@@ -189,12 +189,16 @@ def test_engine_measures_every_step(
     monkeypatch.setattr(loader, "ThreadCount", CountingThreads)
     monkeypatch.setattr(loader, "SINGLE_THREAD_BYTES", 0)
     monkeypatch.setattr(loader, "allowed_cpus", lambda: 3)
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(3)
-    write_model(SHAPES["tiny"], tmp_path)
-    config = EngineConfig(model=str(tmp_path), kv_memory_bytes=2**22, deterministic=deterministic)
-    engine = build_engine(config, need_tokenizer=False)
-    driver = EngineDriver(engine)
-    driver.run([driver.prompt(8)], SamplingParams(max_tokens=4, ignore_eos=True))
+    try:
+        write_model(SHAPES["tiny"], tmp_path)
+        config = EngineConfig(model=str(tmp_path), kv_memory_bytes=2**22, deterministic=deterministic)
+        engine = build_engine(config, need_tokenizer=False)
+        driver = EngineDriver(engine)
+        driver.run([driver.prompt(8)], SamplingParams(max_tokens=4, ignore_eos=True))
+    finally:
+        torch.set_num_threads(num_threads)
     (threads,) = made
     assert threads.counts == expected
     assert threads.num_steps >= 4

@@ -11,7 +11,7 @@ import torch
 from chatcache_kernels import cpu
 from chatcache_kernels.types import KVPages
 
-from chatcache.model.host_memory import PagePrefaulter
+from chatcache.model.host_memory import PagePrefaulter, reuse_freed_memory
 
 LAYERS, HEADS, DIM, SIZE = 3, 2, 64, 16
 PAGE_BYTES = 2 * LAYERS * HEADS * DIM * SIZE * 2  # of keys and values in all layers, bf16
@@ -39,6 +39,7 @@ def settle(touch: PagePrefaulter) -> None:
 
 @pytest.fixture
 def pages() -> KVPages:
+    reuse_freed_memory()  # else, after another test has loaded a model, blocks of this size reuse freed memory, too
     return cpu.allocate_pages(LAYERS, 20_000, SIZE, HEADS, DIM, torch.bfloat16)
 
 

@@ -21,6 +21,7 @@ import pytest
 
 from chatcache.conversations.tree import Conversation, Item
 from chatcache.storage.redis import RedisStore
+from chatcache.storage.redis_client import SLOW_TIMEOUT_S
 from chatcache.storage.redis_layout import items_key
 from tests.support.redis_servers import redis_server
 
@@ -149,7 +150,7 @@ async def trace_redis(strace: list[str], folder: Path, policy: str, num_turns: i
     """Return a trace of storing turns, and the number of turns in the file cut to its synced length."""
     trace = folder / "trace"
     with redis_server(folder / "redis", appendfsync=policy) as server:
-        store = RedisStore(server.url)
+        store = RedisStore(server.url, timeout_s=SLOW_TIMEOUT_S)  # traced, it answers slowly
         await store.create(Conversation("conv", "", 1.0, 1.0))
         (aof,) = (folder / "redis" / "appendonlydir").glob("*.incr.aof")
         num_bytes = aof.stat().st_size
@@ -173,6 +174,9 @@ async def test_redis_with_appendfsync_always_syncs_before_it_answers(
 ) -> None:
     """Also the documented limit of `everysec`: acknowledged data may not be on the disk yet."""
     trace, num_kept = await trace_redis(strace, tmp_path, policy, NUM_TURNS)
+    for number in range(4):
+        if not is_durable and num_kept == NUM_TURNS:  # by chance, the second has ended with the last turn
+            trace, num_kept = await trace_redis(strace, tmp_path / str(number), policy, NUM_TURNS)
     assert (num_kept == NUM_TURNS) is is_durable
     with contextlib.nullcontext() if is_durable else pytest.raises(AssertionError, match="before the sync"):
         check_order(trace, ".aof", "(TCP|socket)")

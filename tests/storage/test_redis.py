@@ -62,7 +62,7 @@ async def test_dead_gateway_leaves_its_responses_incomplete_and_others_running(e
 async def test_response_that_its_gateway_gives_up_ends_unless_another_one_takes_it_over(
     empty_redis: RedisServer,
 ) -> None:
-    first, second = (RedisStore(empty_redis.url, lease_s=1.5) for _ in range(2))
+    first, second = (RedisStore(empty_redis.url, lease_s=4.0) for _ in range(2))
     await first.create(HEAD, turn=Turn("resp_taken", "", "m", 1.0))
     for name in ("resp_left", "resp_kept"):
         await first.append("me", "conv", [], Turn(name, "", "m", 1.0))
@@ -136,9 +136,9 @@ async def test_change_with_a_lost_answer_is_not_repeated(empty_redis: RedisServe
 
         changing = asyncio.create_task(store._connection.transact(["chatcache:watched"], work, order=""))
         await until(is_done, "the change to come through")
-        await proxy.heal()
         with pytest.raises(StoreUnavailableError):
             await changing
+        await proxy.heal()
         await until(lambda: answers(store), "an answer")
         await store.close()
     assert empty_redis.admin.llen("chatcache:done") == 1
@@ -164,9 +164,9 @@ async def test_usage_with_a_lost_answer_is_counted_once(empty_redis: RedisServer
         store._connection.transact = lossy  # type: ignore[method-assign]
         adding = asyncio.create_task(store.keys.add_usage(3, {"key_x": 7}, writer="w", number=2))
         await until(is_counted, "the tokens to be counted")
-        await proxy.heal()
         with pytest.raises(StoreUnavailableError):
             await adding
+        await proxy.heal()
         store._connection.transact = transact  # type: ignore[method-assign]
         await until(lambda: answers(store), "an answer")
         await store.keys.add_usage(3, {"key_x": 7}, writer="w", number=2)

@@ -18,7 +18,7 @@ from chatcache.conversations.tree import Conversation, Item
 from chatcache.redis_urls import num_waited_replicas, open_client, server_name
 from chatcache.storage.redis import RedisStore, check_server
 from chatcache.storage.redis_client import RedisConnection
-from tests.support.redis_servers import SentinelGroup, answers, sentinel_group, until
+from tests.support.redis_servers import SentinelGroup, answers, create, sentinel_group, until
 
 HEAD = Conversation("conv", "me", 1.0, 1.0)
 MIN_REPLICAS = ("--min-replicas-to-write", "1", "--min-replicas-max-lag", "1")
@@ -90,7 +90,7 @@ async def cut_off_primary(group: SentinelGroup, during: Callable[[], Awaitable[N
 async def test_failover_loses_no_acknowledged_write(group: SentinelGroup) -> None:
     check_server(group.url)
     store, client = RedisStore(f"{group.url}?wait_replicas=1"), bus.connect(group.url)
-    await store.create(HEAD)
+    await create(store, HEAD)
     writers = Writers(store)
     await writers.go_on()
     group.servers[0].kill()
@@ -117,7 +117,7 @@ async def test_primary_that_is_cut_off_acknowledges_nothing_that_is_lost(num_rou
     """Its clients still reach it, and go to the new primary after a refused write."""
     with sentinel_group(tmp_path, *MIN_REPLICAS) as group:
         store = RedisStore(f"{group.url}?wait_replicas=1")
-        await store.create(HEAD)
+        await create(store, HEAD)
         writers = Writers(store)
         for _ in range(num_rounds):
             await writers.go_on()
@@ -131,7 +131,7 @@ async def test_injected_bug_writes_acknowledged_by_one_server_only_are_lost(tmp_
     """Neither WAIT nor `min-replicas-to-write`: the primary that is cut off continues."""
     with sentinel_group(tmp_path) as group:
         store = RedisStore(group.url)
-        await store.create(HEAD)
+        await create(store, HEAD)
         writers = Writers(store)
         await writers.go_on()
         await cut_off_primary(group, writers.go_on)
@@ -202,11 +202,12 @@ async def test_messages_reach_a_gateway_whose_subscription_is_at_a_primary_that_
 @pytest.mark.slow
 async def test_write_that_no_replica_confirms_is_refused(group: SentinelGroup) -> None:
     store = RedisStore(f"{group.url}?wait_replicas=1")
-    await store.create(HEAD)
+    await create(store, HEAD)
     for server in group.servers[1:]:
         server.kill()
     with pytest.raises(StoreUnavailableError):
         await store.append("me", "conv", [Item("msg", None, "user", "x")])
+    await until(lambda: answers(store), "an answer")
     assert (await store.get("me", "conv")).id == "conv"
     await store.close()
 

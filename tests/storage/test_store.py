@@ -275,6 +275,8 @@ async def test_write_of_a_cancelled_caller_is_stored(store: ConversationStore) -
 async def test_failure_of_a_cancelled_caller_is_not_logged(
     store: ConversationStore, caplog: pytest.LogCaptureFixture
 ) -> None:
+    gc.collect()  # what other tests have left
+    caplog.clear()
     task = asyncio.create_task(store.load("me", "conv_none"))
     await asyncio.sleep(0)
     task.cancel()

@@ -14,10 +14,11 @@ class LoopDelay:
     """Total delay of the event loop while it was measured, in seconds (`total_s`)."""
 
     total_s = 0.0
+    due_s = float("inf")  # of the wake-up that has not come yet
 
     def subtract_from(self, elapsed_s: float) -> float:
         """Return a lower bound of what an operation took without the delays of the event loop."""
-        return elapsed_s - self.total_s
+        return elapsed_s - self.total_s - max(0.0, time.monotonic() - self.due_s)
 
 
 @contextlib.asynccontextmanager
@@ -27,12 +28,13 @@ async def measure_loop_delay() -> AsyncIterator[LoopDelay]:
 
     async def wake_up() -> None:
         while True:
-            due_s = time.monotonic() + _INTERVAL_S
+            delay.due_s = time.monotonic() + _INTERVAL_S
             await asyncio.sleep(_INTERVAL_S)
-            delay.total_s += max(0.0, time.monotonic() - due_s)
+            delay.total_s += max(0.0, time.monotonic() - delay.due_s)
 
     task = asyncio.create_task(wake_up())
     try:
         yield delay
     finally:
         task.cancel()
+        delay.due_s = float("inf")

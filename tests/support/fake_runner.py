@@ -125,6 +125,7 @@ class FakeRunner:
         self.states: U64 = np.full(self._capacity.num_states, POISON, np.uint64)
         self.states[:1] = 0
         self.host_states: U64 = np.full(self._capacity.num_host_states, POISON, np.uint64)
+        self.simulated_s = 0.0
         self._tables: I32 = np.zeros((self._capacity.num_slots, num_entries), np.int32)
         self._ids: U64 = np.arange(vocab_size, dtype=np.uint64)
 
@@ -134,12 +135,17 @@ class FakeRunner:
     def check_device(self) -> None:
         """Do nothing."""
 
+    def clock(self) -> float:
+        """Return a time that steps advance by their rows and tokens: for engines that decide alike on any machine."""
+        return self.simulated_s
+
     def launch(self, plan: StepPlan) -> StepHandle:
         return self.device.launch(plan) if self._capacity.has_async_launch else Done(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.delay_s:
             time.sleep(self.delay_s)
+        self.simulated_s += 1e-4 + 3e-5 * len(plan.rows.slot) + 1e-5 * len(plan.rows.tokens)
         for src, dst, num_pages in plan.forks.tolist():
             self._tables[dst, :num_pages] = self._tables[src, :num_pages]
         for slot, index, page in plan.updates.tolist():

@@ -20,6 +20,8 @@ import redis
 
 from chatcache.cli.redis_acl import acl_file
 from chatcache.conversations.store import StoreUnavailableError
+from chatcache.conversations.tree import Conversation
+from chatcache.errors import NotFoundError
 from chatcache.storage.redis import RedisStore
 from tests.support.ports import free_port
 
@@ -105,7 +107,7 @@ class RedisServer:
 
 @contextlib.contextmanager
 def redis_server(folder: Path, *settings: str, appendfsync: str = "everysec") -> Iterator[RedisServer]:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     server = RedisServer(folder, *settings, appendfsync=appendfsync)
     try:
         yield server.start()
@@ -192,11 +194,26 @@ def sentinel_group(folder: Path, *settings: str) -> Iterator[SentinelGroup]:
         group.close()
 
 
-async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = 60.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = 120.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not await condition():
         assert time.monotonic() < deadline_s, f"never: {what}"
         await asyncio.sleep(0.02)
+
+
+async def create(store: RedisStore, head: Conversation) -> None:
+    """Create a conversation, although a busy machine may answer too late at first."""
+
+    async def is_created() -> bool:
+        with contextlib.suppress(StoreUnavailableError):
+            try:
+                await store.get(head.owner, head.id)
+            except NotFoundError:
+                await store.create(head)
+            return True
+        return False
+
+    await until(is_created, "a new conversation")
 
 
 async def answers(store: RedisStore) -> bool:
