@@ -88,5 +88,6 @@ export default defineConfig({
     rolldownOptions: { output: { codeSplitting: { groups: [{ name: "index", tags: ["$initial"] }] } } },
   },
   server: { proxy: { "/v1": { target: process.env.CHATCACHE_URL ?? "http://127.0.0.1:8000", ws: true } } },
-  test: { environment: "node", include: ["test/**/*.test.ts"], testTimeout: 60_000 }, // the machine may be busy
+  // the machine may be busy
+  test: { environment: "node", include: ["test/**/*.test.ts"], testTimeout: 60_000, hookTimeout: 60_000 },
 });

@@ -42,6 +42,7 @@ from chatcache.factory import BUILD_ENGINE, load_tokenizer
 from chatcache.gateway.app import create_app
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.context import Gateway
+from chatcache.gateway.errors import ModelLoadingError
 from chatcache.gateway.heap import keep_large_blocks_apart
 from chatcache.gateway.uvicorn_limits import BoundedHttp, BoundedWebSocket, raise_fd_limit
 from chatcache.storage.open import open_store
@@ -268,7 +269,7 @@ async def _serve(
     await engine.start()
     server = _Server(uvicorn_config(app, server_config))
     _handle_signals(server, engine.kill, banner, app.state.gateway, server_config.drain_timeout_s)
-    watcher = asyncio.create_task(_watch(engine, server, banner))
+    watcher = asyncio.create_task(_watch(engine, server, banner, app.state.gateway))
     try:
         await server.serve(sockets=[sock])
         return _exit_code(await watcher if watcher.done() else None)
@@ -277,24 +278,29 @@ async def _serve(
         await engine.close(ENGINE_EXIT_TIMEOUT_S)
 
 
-async def _watch(engine: Engine, server: _Server, banner: Banner) -> ChatcacheError:
+async def _watch(engine: Engine, server: _Server, banner: Banner, gateway: Gateway) -> ChatcacheError:
     """Show the progress of loading; when the engine fails for good, stop the server.
 
     Return the error with which the engine failed.
     """
-    async with _running(_show_start(engine, banner)):
+    async with _running(show_start(engine, banner, gateway)):
         error = await engine.wait_failed()
     banner.show_failed(error)
     server.stop()
     return error
 
 
-async def _show_start(engine: Engine, banner: Banner) -> None:
+async def show_start(engine: Engine, banner: Banner, gateway: Gateway) -> None:
     """Show that the model is loading, that the store does not answer yet, then the ready banner."""
     with contextlib.suppress(ChatcacheError):  # `_watch` shows why the engine failed
         async with _running(banner.show_loading(engine)):
             model_info = await engine.wait_loaded()
         await banner.wait_for_store()
+        try:
+            await gateway.wait_loaded()  # the workers of a bus can be ready before the tokenizer of a gateway
+        except ModelLoadingError as error:
+            banner.show_failed(error)
+            return
         banner.show_ready(model_info, await engine.health())
         reduce_gc()
 

@@ -178,6 +178,7 @@ class Gateway:
     loop_turns: LoopTurns = field(default_factory=LoopTurns)
     prompt_history: PromptHistory = field(default_factory=PromptHistory)
     openapi: bytes | None = None
+    _load_ended: asyncio.Event = field(default_factory=asyncio.Event)
     _interrupted: set[str] = field(default_factory=set)
 
     @property
@@ -217,6 +218,12 @@ class Gateway:
                 store, tokenizer, shared_prompts, reply_format, service.token_memo, self.prompt_limits
             )
             self.model = Model(tokenizer, service, conversations, ConversationPrompts(conversations))
+        self._load_ended.set()
+
+    async def wait_loaded(self) -> None:
+        """Wait until the tokenizer is loaded. Raises: ModelLoadingError if it did not load."""
+        await self._load_ended.wait()
+        self.loaded_model()
 
     def opened_store(self) -> ConversationStore:
         """Return the store. Raises: OverloadedError before it is open."""

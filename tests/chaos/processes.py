@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from tests.chaos.plan import StoreKind
 from tests.chaos.proxy import Proxy
 from tests.chaos.server_process import CLOCK
 from tests.chaos.tagged_model import STEP_S
+from tests.support.ports import free_port
 from tests.support.redis_servers import RedisServer, SentinelGroup
 
 START_TIMEOUT_S = 120.0
@@ -205,13 +205,6 @@ def is_alive(pid: int) -> bool:
         return state != "Z" and b"chatcache.engine_process.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def with_port(url: str, port: int) -> str:

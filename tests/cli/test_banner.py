@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from chatcache.auth import new_key
-from chatcache.cli.server import POLL_S, Banner
+from chatcache.cli import server
+from chatcache.cli.server import POLL_S, Banner, show_start
 from chatcache.config import EngineConfig, ServerConfig
+from chatcache.errors import ModelFolderError
+from chatcache.gateway.app import create_app
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.storage.sqlite import SqliteStore
+from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.stats import EngineHealth, ModelInfo
+from tests.gateway.serving import tiny_tokenizer
 
 MODEL_INFO = ModelInfo(name="m", digest="00", vocab_size=10, max_model_len=2048, dtype="float32", attention="cpu")
 HEALTH = EngineHealth(ready=True, page_size=16, num_pages=127, kv_bytes=128 * 4096, num_host_pages=256)
@@ -92,6 +99,43 @@ async def test_banner_waits_for_a_store_that_does_not_answer_before_it_shows_rea
     await banner.wait_for_store()
     assert output.getvalue() == "", "the store answered before"
     await key_cache.close()
+    await store.close()
+
+
+class ReadyEngine:
+    """The engine of workers that were ready before the gateway."""
+
+    async def wait_loaded(self) -> ModelInfo:
+        return MODEL_INFO
+
+    async def health(self) -> EngineHealth:
+        return HEALTH
+
+
+@pytest.mark.parametrize("error", [None, ModelFolderError("tokenizer.json: missing")])
+async def test_ready_banner_waits_for_the_tokenizer_or_is_replaced_by_its_error(
+    error: ModelFolderError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "reduce_gc", lambda: None)  # of this process
+    engine: Any = ReadyEngine()
+    may_load, output, store = threading.Event(), io.StringIO(), SqliteStore(":memory:")
+
+    def load() -> Tokenizer:
+        assert may_load.wait(60)
+        if error is not None:
+            raise error
+        return tiny_tokenizer()
+
+    gateway = create_app(ServerConfig(), engine, load, "m").state.gateway
+    banner = Banner(EngineConfig(), ServerConfig(), ("127.0.0.1", 1), Console(file=output, width=200))
+    showing = asyncio.create_task(show_start(engine, banner, gateway))
+    loading = asyncio.create_task(gateway.load(load, store))
+    done, _ = await asyncio.wait([showing], timeout=3 * POLL_S)
+    assert not done and "chat page" not in output.getvalue()
+    may_load.set()
+    await asyncio.wait_for(asyncio.gather(showing, loading), 60)
+    assert ("(chat page;" in output.getvalue()) == (error is None)
+    assert ("chatcache: tokenizer.json: missing" in output.getvalue()) == (error is not None)
     await store.close()
 
 

@@ -28,6 +28,7 @@ from chatcache.cli.doctor import (
 )
 from chatcache.cli.main import app
 from chatcache.config import EngineConfig, ServerConfig
+from chatcache.storage import redis_client
 from chatcache.storage.open import open_keys
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.storage.sqlite_schema import MIGRATIONS
@@ -35,6 +36,12 @@ from tests.gateway.serving import Server
 from tests.support.redis_servers import RedisServer, redis_server
 
 KEY = "sk-doctor-1234567890"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a Redis server longer than usual: on a busy machine it is slow."""
+    monkeypatch.setattr(redis_client, "TIMEOUT_S", redis_client.SLOW_TIMEOUT_S)
 
 
 def finding_of(findings: Iterator[Finding], subject: str) -> Finding:

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from websockets.sync.client import connect
 
+from chatcache.cluster.takeover import records_key
 from tests.cli.servers import GatewayOnly, Worker
 from tests.gateway.frames import receive, send
 from tests.support.redis_servers import RedisServer, redis_server
@@ -25,6 +26,7 @@ MANY_TOKENS = 2000
 MIN_EVENTS = 20
 NUM_KILLS = 50
 TIMEOUT_S = 300.0
+TAKEOVER_TIMEOUT_S = 60.0
 BODY: dict[str, Any] = {"background": True, "stream": True, "ignore_eos": True, "seed": 1, "input": "Tell me a lot"}
 LOGPROBS = "message.output_text.logprobs"
 
@@ -226,19 +228,32 @@ class WaitingRequest:
 
 
 def read_stream(client: httpx.Client, response_id: str, **query: int) -> list[Event]:
-    with client.stream("GET", f"/v1/responses/{response_id}", params={"stream": "true", **query}) as response:
-        assert response.status_code == 200, response.read()
-        return list(events_of(response))
-
-
-def read_stream_patiently(client: httpx.Client, response_id: str) -> list[Event]:
     """Read a stream, again while the gateway refuses it with 503: on a busy machine the takeover takes longer."""
-    path = f"/v1/responses/{response_id}"
+    path, deadline_s = f"/v1/responses/{response_id}", time.monotonic() + TAKEOVER_TIMEOUT_S
     while True:
-        with client.stream("GET", path, params={"stream": "true"}) as response:
+        with client.stream("GET", path, params={"stream": "true", **query}) as response:
             if response.status_code == 200:
                 return list(events_of(response))
-            assert response.status_code == 503, response.read()
+            assert response.status_code == 503 and time.monotonic() < deadline_s, response.read()
+
+
+def retrieve(client: httpx.Client, response_id: str) -> Event:
+    """Return a response, as `read_stream` its stream."""
+    deadline_s = time.monotonic() + TAKEOVER_TIMEOUT_S
+    while True:
+        answer = client.get(f"/v1/responses/{response_id}")
+        if answer.status_code == 200:
+            found: Event = answer.json()
+            return found
+        assert answer.status_code == 503 and time.monotonic() < deadline_s, answer.text
+
+
+def wait_recorded(server: RedisServer, text: bytes) -> None:
+    """Wait until a gateway has recorded a request with this text on the bus."""
+    deadline_s = time.monotonic() + TAKEOVER_TIMEOUT_S
+    while not any(text in b"".join(server.admin.hvals(key)) for key in server.admin.keys(records_key("*"))):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def check_rest(both: Gateways, stream: Stream) -> Event:
@@ -273,7 +288,7 @@ def test_responses_of_a_killed_gateway_go_on_with_the_same_events(
         assert streams["beams"].id
         both.kill()
         response_id = streams["candidates"].id
-        running = both.second.get(f"/v1/responses/{response_id}").json()
+        running = retrieve(both.second, response_id)
         assert running["id"] == response_id and running["status"] == "in_progress", running
         for name, stream in streams.items():
             end = check_rest(both, stream)
@@ -307,7 +322,7 @@ def test_steering_input_that_a_killed_gateway_has_accepted_is_answered(
                 send(socket, "response.steer", previous_response_id=stream.id, input="Shorter")
                 while (frame := receive(socket))["type"] != "response.steer.accepted":
                     pass
-                time.sleep(0.2)
+                wait_recorded(bus[0], b"Shorter")
                 both.kill()
             finally:
                 bus[1].signal(signal.SIGCONT)
@@ -355,7 +370,7 @@ def test_streams_continue_with_the_other_gateway(
             while receive(socket)["type"] != "response.resumed":
                 pass
             both.processes[0].signal(signal.SIGSTOP)
-            assert both.second.get(f"/v1/responses/{stream.id}").json()["id"] == stream.id
+            assert retrieve(both.second, stream.id)["id"] == stream.id
             both.processes[0].signal(signal.SIGCONT)
             while (frame := receive(socket))["type"] != "response.incomplete":
                 assert frame["type"] != "error", frame
@@ -378,7 +393,7 @@ def check_suspended_gateways(both: Gateways, num_stops: int, suspended_s: float)
         suspended.signal(signal.SIGSTOP)
         woken_at_s = time.monotonic() + suspended_s
         try:
-            whole = read_stream_patiently(both.second, stream.id)
+            whole = read_stream(both.second, stream.id)
             stored = both.second.get(f"/v1/responses/{stream.id}").json()
             time.sleep(max(0.0, woken_at_s - time.monotonic()))
         finally:
@@ -387,7 +402,7 @@ def check_suspended_gateways(both: Gateways, num_stops: int, suspended_s: float)
         assert stream.seen == whole, "its clients get what the other gateway has sent"
         assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
         assert whole[-1]["response"]["usage"]["output_tokens"] == 2 * MANY_TOKENS
-        assert all(client.get(f"/v1/responses/{stream.id}").json() == stored for client in (both.first, both.second))
+        assert all(retrieve(client, stream.id) == stored for client in (both.first, both.second))
         both.swap()
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from chatcache.cli.main import app
 from chatcache.config import ServerConfig
 from chatcache.errors import ChatcacheError
+from chatcache.storage import redis_client
 from chatcache.storage.sqlite import SqliteStore
 from tests.gateway.serving import Server, wait_until
 from tests.support.redis_servers import RedisServer, redis_server
@@ -38,9 +39,10 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture(params=["--db", "--redis"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     if request.param == "--db":
         return "--db", str(tmp_path / "chat.db")
+    monkeypatch.setattr(redis_client, "TIMEOUT_S", redis_client.SLOW_TIMEOUT_S)  # on a busy machine Redis is slow
     server: RedisServer = request.getfixturevalue("redis")
     server.admin.flushall()
     return "--redis", server.url

@@ -80,7 +80,7 @@ def test_json_log_contains_no_prompt_and_no_key(logged: list[dict[str, Any]]) ->
 @pytest.mark.slow
 def test_json_log_reports_a_port_in_use(folder: Path, tmp_path: Path) -> None:
     with _json_server(folder, tmp_path) as first:
-        first.saw("Listening on")
+        first.saw('"message": "ready')  # while it loads, it may answer too late to be found
         port = first.url.rpartition(":")[2]
         with _json_server(folder, tmp_path, "--port", port) as second:
             assert second.wait() == 1

@@ -19,6 +19,7 @@ from tests.cli.servers import GatewayOnly, Worker, until_status
 from tests.support.redis_servers import RedisServer, redis_server
 
 NUM_STREAMS = 6
+NUM_TOKENS = 1000  # so many that no stream ends before the kill, also if this process waits for a processor
 SUSPENDED_S = 15.0
 FORGETFUL_JOURNAL = """
 import msgspec
@@ -147,12 +148,12 @@ def cluster(kind: type[GatewayOnly], folder: Path, cwd: Path, num_workers: int, 
 
 
 @pytest.mark.slow
-def test_killed_worker_changes_no_answer_and_a_drained_one_ends_with_0(folder: Path, tmp_path: Path) -> None:
-    with cluster(GatewayOnly, folder, tmp_path, 2) as found:
+def test_killed_worker_changes_no_answer_and_a_drained_one_ends_with_0(long_folder: Path, tmp_path: Path) -> None:
+    with cluster(GatewayOnly, long_folder, tmp_path, 2, "--kv-memory", "64MiB") as found:
         assert {path.name for path in tmp_path.glob("ready-*")} == {"ready-w1", "ready-w2"}
-        expected = found.texts(found.start_streams(NUM_STREAMS, 200))
+        expected = found.texts(found.start_streams(NUM_STREAMS, NUM_TOKENS))
         assert len(set(expected)) == NUM_STREAMS
-        streams = found.start_streams(NUM_STREAMS, 200)
+        streams = found.start_streams(NUM_STREAMS, NUM_TOKENS)
         found.kill_worker(0)
         assert found.texts(streams) == expected
         assert "are resumed by others" in found.gateway.output
@@ -164,10 +165,10 @@ def test_killed_worker_changes_no_answer_and_a_drained_one_ends_with_0(folder: P
 
 
 @pytest.mark.slow
-def test_gateway_that_forgets_a_token_is_detected(folder: Path, tmp_path: Path) -> None:
-    with cluster(ForgetfulGateway, folder, tmp_path, 2) as found:
-        expected = found.texts(found.start_streams(NUM_STREAMS, 200))
-        streams = found.start_streams(NUM_STREAMS, 200)
+def test_gateway_that_forgets_a_token_is_detected(long_folder: Path, tmp_path: Path) -> None:
+    with cluster(ForgetfulGateway, long_folder, tmp_path, 2, "--kv-memory", "64MiB") as found:
+        expected = found.texts(found.start_streams(NUM_STREAMS, NUM_TOKENS))
+        streams = found.start_streams(NUM_STREAMS, NUM_TOKENS)
         found.kill_worker(0)
         assert found.texts(streams) != expected
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +20,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0
@@ -67,15 +67,6 @@ def dockerfile() -> dict[str, Any]:
         elif word == "USER":
             stage[word] = rest
     return stage
-
-
-def free_port() -> int:
-    """Return a free port outside the ephemeral range, which stays free while a server is restarted."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
 
 
 class LocalServices:
@@ -189,14 +180,15 @@ class LocalServices:
         folders = {path: str(self._volume_folder(name)) for name, path, *_ in volumes}
         folders["/tmp"] = str(self._volume_folder(f"tmp-{service_name}"))
         text = re.sub(rf"(?<![\w/])({'|'.join(folders)})(?!\w)", lambda found: folders[found[1]], text)
-        hosts = "|".join(self.ports)
-        text = re.sub(
-            rf"(?<![\w-])({hosts})([: ])(?:8000|6379|26379)(?!\d)",
-            lambda found: f"127.0.0.1{found[2]}{self.ports[found[1]]}",
-            text,
-        )
-        own_port = self.ports[service_name]
-        text = re.sub(r"(^|:|port )(?:8000|6379|26379)(?!\d)", rf"\g<1>{own_port}", text)
+        own_port, hosts = self.ports[service_name], "|".join(self.ports)
+
+        def use_local_port(found: re.Match[str]) -> str:
+            host, mark, own_mark = found.groups()
+            return f"{own_mark}{own_port}" if host is None else f"127.0.0.1{mark}{self.ports[host]}"
+
+        # In one pass, as a local port may be one of these numbers.
+        places = rf"(?:(?<![\w-])({hosts})([: ])|(^|:|port ))(?:8000|6379|26379)(?!\d)"
+        text = re.sub(places, use_local_port, text)
         text = text.replace("listen 8080", f"listen 127.0.0.1:{own_port}")
         text = text.replace("redis-cli ", f"redis-cli -p {own_port} ").replace("$$", "$")
         return sys.executable if text == "python" else text

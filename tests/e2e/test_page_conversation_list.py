@@ -46,7 +46,8 @@ def test_conversation_is_renamed_in_place_and_deleted_with_undo(chat: RecordedPa
     chat.ask("Hello")
     name = f"Greetings {secrets.token_hex(4)}"
     chat.page.locator(".conversation-row-current .conversation-menu").click()
-    chat.page.keyboard.press("Enter")  # the menu's first entry has the focus
+    chat.until("document.activeElement.dataset.label === 'Rename'")  # the menu's first entry has the focus
+    chat.page.keyboard.press("Enter")
     chat.page.fill("[aria-label='New title']", name)
     with chat.page.expect_response(PATCHED):
         chat.page.keyboard.press("Enter")

@@ -15,6 +15,7 @@ from tests.e2e.rest_client import create_conversation
 pytestmark = pytest.mark.slow
 
 FOCUSED = "document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
+IN_MENU = "document.activeElement.closest('.menu:popover-open') !== null"  # a moment after the menu is shown
 
 
 # What is wrong with the place of the focus: it is lost, outside the screen, or its mark has too little contrast.
@@ -197,7 +198,7 @@ def test_all_actions_work_by_keyboard(width: int, open_page: Any) -> None:
     keys.press("Shift+Escape")
     keys.reach("Actions for the answer", back=True)
     keys.press("Enter")
-    page.wait_for_selector(".menu:popover-open")
+    chat.until(IN_MENU)
     keys.check("the menu")
     keys.type("b")
     keys.press("Enter")
@@ -243,7 +244,7 @@ def _act(chat: RecordedPage, button: str, letter: str = "") -> None:
     chat.page.focus(button)
     chat.page.keyboard.press("Enter")
     if letter:
-        chat.page.wait_for_selector(".menu:popover-open")
+        chat.until(IN_MENU)
         chat.page.keyboard.type(letter)
         chat.page.keyboard.press("Enter")
 

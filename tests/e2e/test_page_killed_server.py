@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 WRITTEN = "([...document.querySelectorAll('.answer .prose')].at(-1)?.textContent.length ?? 0)"
 LOADING = {"status": 503, "json": {"status": "loading", "detail": "layer 1 of 2", "progress": 0.5}}
-STORED_CHARS = 120  # the throttled server writes them in 1.5 s, and stores what it has written within one
+STORED_CHARS = 240  # the throttled server writes them in 3 s, and stores what it has written within one
 
 
 class MortalServer:

@@ -56,7 +56,7 @@ def test_back_on_a_phone_closes_what_covers_the_chat(cover: str, open_page: Any)
     assert chat.answers() == ["The second one"]
     page.tap(closer)  # its entry is left, too
     page.wait_for_selector(covering, state="detached")
-    page.wait_for_timeout(300)
+    chat.until("!history.state?.cover")
     page.go_back()
     page.wait_for_selector("text=The first one")
     page.go_forward()

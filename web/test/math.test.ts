@@ -60,7 +60,7 @@ describe("not detected as a formula", () => {
 });
 
 describe("drawing of formulas", () => {
-  const settled = () => vi.waitFor(() => expect(root.querySelector(".math")).toBeNull(), { timeout: 10_000 });
+  const settled = () => vi.waitFor(() => expect(root.querySelector(".math")).toBeNull(), { timeout: 50_000 });
 
   it("draws with KaTeX, visible and for screen readers", async () => {
     document.body.append(root);

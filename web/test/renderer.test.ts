@@ -235,7 +235,7 @@ describe("hostile text", () => {
     await vi.waitFor(() => {
       expect(root.querySelector(".math")).toBeNull();
       expect(root.querySelector(".hljs-string")).not.toBeNull();
-    }, 10_000);
+    }, 50_000);
     check();
     expect((window as { __xss?: unknown }).__xss).toBeUndefined();
   });
