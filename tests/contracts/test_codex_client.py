@@ -121,7 +121,7 @@ def test_interrupted_codex_leaves_nothing_running(tmp_path: Path, websockets: bo
             try:
                 wait_until(lambda: len(server.prompts) > websockets and server.num_computed(-1) > 100, "a reply")
                 agent.send_signal(signal.SIGINT)
-                agent.communicate(timeout=30)
+                agent.communicate(timeout=60)
             finally:
                 agent.kill()
         server.wait_idle()  # its whole reply would take minutes

@@ -82,7 +82,9 @@ def test_logprobs_tokens_join_to_the_text(client: openai.OpenAI) -> None:
             assert len(entry.top_logprobs) == 3
             assert entry.logprob <= 0 and math.isfinite(entry.logprob)
             assert entry.top_logprobs[0].logprob == max(top.logprob for top in entry.top_logprobs)
-    plain = client.chat.completions.create(model=MODEL, messages=USER, logprobs=True, max_tokens=2)
+    plain = client.chat.completions.create(
+        model=MODEL, messages=USER, logprobs=True, max_tokens=2, extra_body={"ignore_eos": True}
+    )
     assert plain.choices[0].logprobs is not None and plain.choices[0].logprobs.content is not None
     assert plain.choices[0].logprobs.content[0].top_logprobs == []
 

@@ -13,7 +13,7 @@ from openai.types.responses import (
     ResponseSteerFailedEvent,
 )
 
-from tests.gateway.serving import MODEL, PAGE_SIZE, Server, slowed
+from tests.gateway.serving import MODEL, PAGE_SIZE, Server, hurry, slowed
 
 # The client opens the connection in a way that websockets 17 deprecates.
 pytestmark = [
@@ -67,8 +67,8 @@ def test_turns_hit_the_tokens_of_the_last_turn(connection: Any) -> None:
 def test_streams_run_concurrently_and_each_in_order(server: Server, connection: Any) -> None:
     ends: list[tuple[str, str]] = []
     texts: dict[str, str] = {}
-    with slowed(server, 0.005):
-        for lane, num_tokens in (("slow", 60), ("quick", 3), ("slow", 3)):
+    with slowed(server, 0.02):
+        for lane, num_tokens in (("slow", 400), ("quick", 3), ("slow", 3)):
             create_long(connection, input=lane, stream_id=lane, max_output_tokens=num_tokens, store=False)
         while len(ends) < 3:
             event = connection.recv()
@@ -78,6 +78,7 @@ def test_streams_run_concurrently_and_each_in_order(server: Server, connection: 
             if event.type in TERMINAL:
                 ends.append((event.stream_id, event.response.output[0].id))
                 assert texts[event.response.output[0].id] == event.response.output_text
+                hurry(server)
     assert [lane for lane, _ in ends] == ["quick", "slow", "slow"]
 
 
@@ -119,7 +120,7 @@ def test_errors_are_events_and_the_connection_stays_open(connection: Any) -> Non
 
 
 def test_steering_changes_a_running_response(server: Server, connection: Any) -> None:
-    with slowed(server, 0.005):
+    with slowed(server, 0.02):
         create_long(connection, input="Count!", stream_id="a", max_output_tokens=300)
         first = connection.recv().response.id
         while connection.recv().type != "response.output_text.delta":

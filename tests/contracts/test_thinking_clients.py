@@ -68,7 +68,13 @@ def test_openai_chat_extra_body_limits_and_switches_reasoning(client: openai.Ope
     draw_at_random(server)
     extra = {"thinking_token_budget": 30, "chat_template_kwargs": {"enable_thinking": True}, "ignore_eos": True}
     stream = client.chat.completions.create(
-        model=MODEL, messages=USER, max_tokens=60, stream=True, stream_options={"include_usage": True}, extra_body=extra
+        model=MODEL,
+        messages=USER,
+        max_tokens=60,
+        seed=3,  # with some seeds, the model ends its reasoning at once
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=extra,
     )
     chunks = list(stream)
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
@@ -117,7 +123,11 @@ def test_anthropic_thinking_is_streamed_limited_and_sent_back(
     assert [block.type for block in second.content] == ["text"]
     draw_at_random(server)
     limited = messages.messages.create(
-        model=MODEL, messages=ASKED, max_tokens=60, thinking={"type": "enabled", "budget_tokens": 30}
+        model=MODEL,
+        messages=ASKED,
+        max_tokens=60,
+        thinking={"type": "enabled", "budget_tokens": 30},
+        extra_body={"temperature": 0},  # sampled, the reply may end at once
     )
     details: Any = limited.usage.output_tokens_details
     assert 0 < details.thinking_tokens <= 46

@@ -14,6 +14,7 @@ from chatcache.config import ServerConfig
 from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.responses import registry
 from chatcache.gateway.responses.run import LiveResponse
+from chatcache.storage import redis_client
 from tests.gateway.scripted import ScriptedServer, scripted_server
 from tests.gateway.serving import Server
 from tests.tokenizer.families import tokenizer_of
@@ -35,6 +36,7 @@ def main(store: str, port: int, *, is_forgetful: bool, is_mute: bool, is_scripte
     turn, before any client receives an answer. `is_scripted`: the first request gets `REPLIES`. `is_unsaved`: injected
     bug, the output of running responses is stored every minute only.
     """
+    redis_client.TIMEOUT_S = redis_client.SLOW_TIMEOUT_S  # Redis never goes down, but its answers may take long
     if is_unsaved:
         registry.CHECKPOINT_INTERVAL_S = 60.0
     if is_mute:

@@ -157,7 +157,8 @@ def test_pdf_that_cannot_be_read_is_refused_with_the_limit(
 ) -> None:
     monkeypatch.setattr(attachments, "MAX_PDF_PAGES", 6)
     monkeypatch.setattr(attachments, "MAX_TEXT_CHARS", 50)
-    monkeypatch.setattr(attachments, "PDF_CPU_S", 1)
+    if "computing" in problem:
+        monkeypatch.setattr(attachments, "PDF_CPU_S", 1)  # a busy machine may take that long for the others
     with pytest.raises(InvalidRequestError, match=f"^a.pdf {problem}"):
         read_file("a.pdf", make())
 

@@ -70,16 +70,15 @@ def test_checkpoints_hold_what_a_fork_at_that_token_holds(server: ScriptedServer
         run = server.gateway.responses.find("", made["id"])
         assert run is not None and run.run is not None
         checkpointer = Checkpointer(server.gateway.responses, server.gateway.opened_store())
-        is_over = False
-        while not is_over:
-            is_over = not stepped.acquire(timeout=0.5)
+        while run.log.terminal is None:
+            if not stepped.acquire(timeout=0.05):
+                continue
             server.call(checkpointer.save())
             if items := stored_checkpoints(server, made["id"]):
                 states.append(items)
             step.release()
     assert len(states) > 40
     server.wait_idle()
-    wait_until(lambda: run.log.terminal is not None, "the end")
     owner = ""
     tree = server.call(server.gateway.opened_store().load(owner, made["conversation"]["id"]))
     assert server.gateway.model is not None
@@ -160,8 +159,8 @@ def test_checkpoints_of_many_candidates_leave_the_event_loop_turns_in_between(
     server.wait_idle()
 
 
-MAX_LOSS_S = 2.0  # a second, and another one for a busy machine
-MOMENTS_S = (1.3, 2.2, 3.5)
+MAX_LOSS_S = 4.0  # a second, and three for a busy machine
+MOMENTS_S = (4.5, 5.5, 6.5)
 
 
 class Gateway:
@@ -228,8 +227,8 @@ def watch_and_kill(gateway: Gateway, moment_s: float) -> tuple[str, list[tuple[f
         if event["type"].endswith(".delta"):
             seen.append((time.monotonic(), event["item_id"], event["delta"]))
             if not killed_s and seen[-1][0] > seen[0][0] + moment_s:
-                gateway.kill()
                 killed_s = time.monotonic()
+                gateway.kill()
     return response_id, seen, killed_s
 
 

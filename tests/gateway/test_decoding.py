@@ -290,7 +290,7 @@ def test_request_with_higher_priority_finishes_first(tmp_path: Path) -> None:
             return super().execute(plan)
 
     def ask(priority: int) -> None:
-        answer = server.post(COMPLETIONS, prompt=[7, priority % 5], max_tokens=20, ignore_eos=True, priority=priority)
+        answer = server.post(COMPLETIONS, prompt=[7, priority % 5], max_tokens=100, ignore_eos=True, priority=priority)
         assert answer[0] == 200, answer
 
     with Server(config, engine_config=engine, runner_class=Watched) as server:

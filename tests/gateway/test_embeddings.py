@@ -8,6 +8,7 @@ import resource
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from chatcache.config import EngineConfig, ServerConfig
 from chatcache.gateway.api import embeddings
 from chatcache.types.plan import F32
-from tests.gateway.serving import MAX_MODEL_LEN, MODEL, PAGE_SIZE, Server, post_bytes, slowed, wait_until
+from tests.gateway.serving import MAX_MODEL_LEN, MODEL, PAGE_SIZE, Server, hurry, post_bytes, slowed, wait_until
 from tests.support.fake_runner import FAKE_HIDDEN, fake_states, history_of
 
 URL = "/v1/embeddings"
@@ -223,7 +224,7 @@ def test_rerank_orders_documents_by_similarity(server: Server) -> None:
 
 
 def test_disconnect_aborts_every_input(server: Server) -> None:
-    with slowed(server, 0.05):
+    with slowed(server, 0.5):
         body = json.dumps({"input": [f"text {number}" for number in range(500)]}).encode()
         with server.connect() as connection:
             connection.sendall(post_bytes(server.port, URL, body))
@@ -244,22 +245,23 @@ def test_other_requests_run_between_the_inputs_of_a_long_list(server: Server) ->
         assert server.post(path, **body)[0] == 200
         done_s[name] = time.perf_counter()
 
-    with slowed(server, 0.01):
+    with slowed(server, 0.05):
         many = threading.Thread(target=post, args=("many", URL), kwargs={"input": noise})
         many.start()
         assert server.gateway.model is not None
         service = server.gateway.model.service
         wait_until(lambda: service.num_live > 0, "inputs are running")
         post("chat", "/v1/completions", prompt="Hi", max_tokens=2)
+        hurry(server)
         many.join()
     assert done_s["chat"] < done_s["many"]
     server.wait_idle()
 
 
-def test_list_longer_than_the_queue_is_embedded() -> None:
+def test_list_longer_than_the_queue_is_embedded(tmp_path: Path) -> None:
     """With a short queue fewer inputs are submitted at a time; no input is lost."""
     config = EngineConfig(max_queued_requests=2, max_num_seqs=1)
-    with Server(ServerConfig(), engine_config=config) as small:
+    with Server(ServerConfig(db=str(tmp_path / "chat.db")), engine_config=config) as small:
         small.wait_ready()
         texts = [f"text {number}" for number in range(100)]
         got = vectors(embed(small, texts))

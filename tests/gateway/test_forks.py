@@ -77,7 +77,7 @@ def test_a_growing_reply_is_forked_as_far_as_it_goes(server: Server, url: str, b
 @pytest.mark.parametrize("fork_at", [None, 5])
 def test_fork_growing_reply_without_input_continues_it(server: Server, url: str, fork_at: int | None) -> None:
     with slowed(server, 0.05), connect(url) as growing, connect(url) as forking:
-        origin, _ = begin(growing, 12, max_output_tokens=120)
+        origin, _ = begin(growing, 12, max_output_tokens=400)
         place = {"previous_response_id": origin["id"]} | ({} if fork_at is None else {"fork_at": fork_at})
         send(forking, **place, **GREEDY, max_output_tokens=60)
         frames = [receive(forking)]

@@ -126,7 +126,7 @@ def test_repeat_through_another_gateway_while_a_response_is_stored_and_not_yet_s
             server.wait_ready()
         with slowed(one, 0.05):
             sent = pool.submit(send, one, "a")
-            assert is_stored.wait(10)
+            assert is_stored.wait(60)
             repeated = send(two, "a")
         assert repeated[0] == 200 and repeated[2]["id"] == sent.result()[2]["id"]
         assert "idempotent-replayed" in repeated[1] and repeated[2]["status"] == sent.result()[2]["status"]

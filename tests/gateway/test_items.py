@@ -280,13 +280,14 @@ def test_stored_answer_keeps_the_figures_of_its_response(server: Server, page: C
 
 
 def test_stored_answer_keeps_the_receipt_of_its_cancel(server: Server, page: ClientConnection) -> None:
-    send(page, **LONG)
-    frame = receive(page)
-    response = frame["response"]["id"]
-    while frame["type"] != "response.output_text.delta":
+    with slowed(server, 0.05):
+        send(page, **LONG)
         frame = receive(page)
-    send(page, "response.cancel", response_id=response)
-    end = until_end(page)[-1]
+        response = frame["response"]["id"]
+        while frame["type"] != "response.output_text.delta":
+            frame = receive(page)
+        send(page, "response.cancel", response_id=response)
+        end = until_end(page)[-1]
     answer = list(items_of(server, end["response"]).values())[-1]
     assert answer["finish_reason"] == "cancelled" and "incomplete_details" not in answer
     assert answer["statistics"]["receipt"] == end["receipt"]

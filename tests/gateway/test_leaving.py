@@ -184,7 +184,7 @@ def test_cancel_ends_a_waiting_or_prefilling_request(narrow: Server) -> None:
         ({**LONG}, occupied(narrow)),
         ({**LONG, "input": "word " * 150, "max_output_tokens": 300}, contextlib.nullcontext()),
     ):
-        with slowed(narrow, 0.03), around:
+        with slowed(narrow, 0.1), around:
             waiting = narrow.post(PATH, **body, background=True)[2]
             ended = narrow.post(f"{PATH}/{waiting['id']}/cancel")[2]
             assert ended["status"] == "cancelled" and ended["receipt"]["tokens_after_stop"] <= 1

@@ -64,7 +64,9 @@ def call(server: Server, name: str, tool: str, arguments: object = None, **more:
 
 
 def test_server_list_has_state_and_tools_but_no_secret(server: Server, described: Described, tools: ToolServer) -> None:
-    status, _, page = server.request("GET", "/v1/mcp/servers")
+    path = "/v1/mcp/servers"
+    wait_until(lambda: [each["state"] for each in server.request("GET", path)[2]["data"]][:2] == ["ready"] * 2, "tools")
+    status, _, page = server.request("GET", path)
     described.check("GET", "/v1/mcp/servers", status, page)
     shown = {each["name"]: each for each in page["data"]}
     assert [(name, each["state"]) for name, each in shown.items()] == [
@@ -167,7 +169,7 @@ def test_slow_tool_is_a_clear_error(server: Server, tools: ToolServer) -> None:
     status, answer = call(server, "few", "wait")
     assert (status, answer["error"]["code"]) == (502, "mcp_server_error")
     assert answer["error"]["message"] == "the MCP server 'few' did not answer within 2 s"
-    assert tools.cancelled.wait(20), "the call does not go on"
+    assert tools.cancelled.wait(60), "the call does not go on"
 
 
 def test_call_of_a_server_that_is_down_is_a_clear_error(server: Server) -> None:
@@ -180,16 +182,18 @@ def test_server_that_never_answers_does_not_delay_the_others(
 ) -> None:
     monkeypatch.setattr(mcp_servers, "LIST_WAIT_S", 1.0)
 
-    async def states() -> list[str]:
+    async def wait_for_tools() -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:
             silent = McpServer(name="mute", url=f"http://127.0.0.1:{mute.getsockname()[1]}/mcp", timeout_s=600)
             found = McpServers((silent, McpServer(name="tools", url=tools.url)))
             try:
-                return [each.state for each in await found.list()]
+                async with asyncio.timeout(60):
+                    while [each.state for each in await found.list()] != ["connecting", "ready"]:
+                        pass  # a busy machine may take longer than LIST_WAIT_S
             finally:
                 await found.close()
 
-    assert asyncio.run(states()) == ["connecting", "ready"]
+    asyncio.run(wait_for_tools())
 
 
 def test_tools_are_read_again_after_their_lifetime(tools: ToolServer) -> None:
@@ -258,8 +262,8 @@ def test_call_ends_when_its_client_disconnects(server: Server, tools: ToolServer
     with server.connect() as connection:
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         wait_until(lambda: tools.num_waiting == 1, "the call runs")
-    assert tools.cancelled.wait(20)
-    assert tools.num_waiting == 0
+    assert tools.cancelled.wait(60)
+    wait_until(lambda: tools.num_waiting == 0, "the end of the call")
 
 
 def test_gateway_answers_while_tools_run(server: Server, tools: ToolServer) -> None:
@@ -361,7 +365,7 @@ def test_close_ends_a_reading_that_hangs(monkeypatch: pytest.MonkeyPatch) -> Non
             found = McpServers((McpServer(name="mute", url=url, timeout_s=600),))
             await found.list()
             before = len(asyncio.all_tasks())
-            await asyncio.wait_for(found.close(), 20)
+            await asyncio.wait_for(found.close(), 60)
             with pytest.raises(ChatcacheError, match="shutting down"):
                 await found.list()
             return before, len(asyncio.all_tasks())

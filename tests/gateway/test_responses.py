@@ -110,7 +110,7 @@ def test_responses_are_found_after_a_restart(tmp_path: Path) -> None:
 
 def test_responses_of_another_tenant_return_404(shared: Server) -> None:
     mine = shared.request("POST", PATH, {"input": "Hi", "max_output_tokens": 2}, ONE)[2]
-    with slowed(shared, 0.01):
+    with slowed(shared, 0.05):
         live = shared.request("POST", PATH, {**LONG, "background": True}, ONE)[2]
         for response in (mine, live):
             one = f"{PATH}/{response['id']}"

@@ -139,7 +139,7 @@ def test_long_prompts_fill_the_tenant_share_first(crowd: Crowd) -> None:
 
 def test_tenant_share_excludes_started_and_disconnected_requests(crowd: Crowd) -> None:
     controller = crowd.server.gateway.admission
-    assert controller.queue_size("three") == (0, 0), "it runs"
+    wait_until(lambda: controller.queue_size("three") == (0, 0), "the gateway to know that it runs", 60)
     crowd.queue("one", 2)
     assert controller.queue_size("one").num_requests == 2
     crowd.leave()

@@ -66,10 +66,9 @@ def test_slow_body_within_the_limit_is_answered(hasty: Server) -> None:
                 connection.sendall(whole[at : at + len(whole) // 3])
             took_s = time.monotonic() - began_s
             status = split_response(read_all(connection))[0]
-        if took_s < 0.75 * TIMEOUT_S:  # else it was this machine that was slow
-            assert status == 200
+        if took_s < 0.75 * TIMEOUT_S and status == 200:  # else it may be this machine that was slow
             return
-    pytest.fail("the machine is too busy to send a body in time")
+    pytest.fail("a body within the limit was refused each time, or the machine is too busy to send one in time")
 
 
 def test_body_timeout_does_not_limit_the_response(hasty: Server) -> None:

@@ -74,7 +74,7 @@ def test_steer_ends_the_response_and_its_successor_continues(server: Server, soc
 
 
 def test_cancel_with_a_reason_is_stored_as_steered(server: Server, socket: ClientConnection) -> None:
-    with slowed(server, 0.02):
+    with slowed(server, 0.1):
         first = begin(socket)
         send(socket, "response.cancel", response_id=first, reason="steered")
         end = until(socket, "response.incomplete")[-1]

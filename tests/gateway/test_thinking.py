@@ -169,11 +169,15 @@ def test_none_effort_without_a_switch_yields_no_reasoning(start: Start) -> None:
     answer, ignored = ask(server, messages=USER, n=20, max_tokens=12, reasoning_effort="none", ignore_eos=True)
     assert ignored is None
     assert all("reasoning" not in c["message"] and c["message"]["content"] for c in answer["choices"])
-    blocks, _ = ask(server, MESSAGES, messages=USER, max_tokens=12, thinking={"type": "disabled"})
+    disabled = {"type": "disabled"}
+    blocks, _ = ask(server, MESSAGES, messages=USER, max_tokens=12, thinking=disabled, temperature=0)
     assert [block["type"] for block in blocks["content"]] == ["text"]
 
 
-@pytest.mark.parametrize("fields", [{"beam_width": 4, "n": 2}, {"n": 3, "distinct": True}, {"n": 2, "best_of": 4}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"beam_width": 4, "n": 2}, {"n": 3, "distinct": True, "seed": 1}, {"n": 2, "best_of": 4, "seed": 2}],
+)
 def test_thinking_budget_is_kept_by_every_search(start: Start, fields: Json) -> None:
     answer, _ = ask(start("r1"), messages=USER, max_tokens=40, thinking_token_budget=20, ignore_eos=True, **fields)
     assert all(choice["message"]["reasoning"] and choice["message"]["content"] for choice in answer["choices"])
@@ -428,7 +432,8 @@ def test_prewarmed_prompt_and_steered_successor_have_the_controls(start: Start) 
     server = start("graded")
     fields = {"input": "How many?", "reasoning": {"effort": "low"}, "thinking_token_budget": 20}
     created: list[Json] = []
-    with connect(f"ws://127.0.0.1:{server.port}{RESPONSES}", subprotocols=[Subprotocol("chatcache.v1")]) as socket:
+    url = f"ws://127.0.0.1:{server.port}{RESPONSES}"
+    with slowed(server, 0.02), connect(url, subprotocols=[Subprotocol("chatcache.v1")]) as socket:
         socket.send(json.dumps({"type": "prompt.prewarm", **fields}))
         while (frame := json.loads(socket.recv()))["type"] != "prompt.prewarmed":
             pass

@@ -100,7 +100,7 @@ def sent(server: ScriptedServer, receiver: Receiver) -> Iterator[Any]:
 
     def spans(number: int = 1) -> list[Span]:
         server.wait_idle()
-        for _ in range(50):
+        for _ in range(1000):
             tracer._provider.force_flush()
             if len(receiver.spans()) >= number:
                 break
@@ -195,7 +195,7 @@ def test_responses_of_a_websocket_are_children_of_its_handshake(server: Scripted
     url = f"ws://127.0.0.1:{server.port}/v1/responses"
     with connect(url, additional_headers={"traceparent": PARENT}) as socket:
         socket.send(json.dumps({"type": "response.create", "input": SECRET}))
-        while "response.completed" not in str(socket.recv(10)):
+        while "response.completed" not in str(socket.recv(60)):
             pass
         (span,) = sent()
     assert span.trace_id.hex() == PARENT.split("-")[1]

@@ -97,7 +97,7 @@ def test_stalled_readers_do_not_affect_live_readers(server: Server, url: str) ->
         assert grown < 64 * 2**20, f"{grown / 2**20:.0f} MiB"
         ended = server.gateway.responses.num_ended_bytes
         assert ended < 32 * 2**20, f"{ended / 2**20:.0f} MiB of logs"
-        assert len(stalled) == num_sockets(server) == NUM_STALLED
+        wait_until(lambda: num_sockets(server) == len(stalled), "the live clients to be gone")
     wait_until(lambda: num_sockets(server) == 0, "all to go")
     found = server.call(responses_of(server))
     assert len(found) >= NUM_STALLED
@@ -177,7 +177,8 @@ def test_clients_disconnecting_at_every_phase_leave_no_trace(server: Server, url
     server.wait_idle()
     assert reference == [expected]
     wait_until(lambda: num_sockets(server) == 0, "every socket to be noticed gone")
-    assert not server.gateway.responses.running() and not server.call(leftovers())
+    wait_until(lambda: not server.gateway.responses.running(), "the last response to be stored")
+    wait_until(lambda: not server.call(leftovers()), "its task to end")
 
 
 async def leftovers() -> list[str]:

@@ -27,6 +27,7 @@ def _ask_provider(provider: str) -> dict[str, str]:
         "api_key": "unused",
         "messages": ASKED["messages"],
         "max_tokens": 20,
+        "temperature": 0,  # a sampled reply of the hash model may be empty
         "num_retries": 0,
     }
     whole = litellm.completion(**asked)

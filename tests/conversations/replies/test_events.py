@@ -117,8 +117,9 @@ async def test_delta_batcher_emits_events_of_many_candidates_in_several_turns() 
             batcher.push(delta(index, text))
     assert len(emitted) == 64
     counting = asyncio.create_task(count_turns())
-    await asyncio.sleep(2 * WINDOW_S)
-    assert len(emitted) == 128
+    async with asyncio.timeout(60):
+        while len(emitted) < 128:  # noqa: ASYNC110 - the batcher has no event for it
+            await asyncio.sleep(0)
     for index in range(64):
         batcher.push(delta(index, "c"))
     await batcher.flush()
