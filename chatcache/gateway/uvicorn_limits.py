@@ -26,8 +26,8 @@ from typing import Any, cast
 
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
-from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Response
@@ -322,6 +322,7 @@ class BoundedHttp(_StallGuard, HttpToolsProtocol):
     _num_head_bytes = 0  # received since the last complete head or body chunk
     _num_field_bytes = 0  # of the current head: its URL and header lines
     _deadline: asyncio.TimerHandle | None = None
+    _started_cycle: RequestResponseCycle | None = None  # of the request that is answered; `cycle` is the newest one's
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -386,9 +387,17 @@ class BoundedHttp(_StallGuard, HttpToolsProtocol):
         if not self._in_head and self.cycle.response_complete and not self.transport.is_closing():
             self._start_deadline()  # the rest of the request body is not read
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._started_cycle = cycle
+        super()._start_asgi_task(cycle, app)
+
     def connection_lost(self, exc: Exception | None) -> None:
+        """End the request that is answered. uvicorn ends the newest one, which may wait in the pipeline."""
         self._cancel_deadline()
         super().connection_lost(exc)
+        if (started := self._started_cycle) is not None and not started.response_complete:
+            started.disconnected = True
+            started.message_event.set()
 
     def _start_deadline(self) -> None:
         """Limit the time for the end of a request head, or of a body after its response."""

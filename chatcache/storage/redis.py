@@ -218,7 +218,7 @@ class RedisStore:
             await self._heartbeats.require_own(pipe, turn)
             await require_parents(pipe, conversation_id, items)
             if active_leaf is not None and active_leaf not in {item.id for item in items}:
-                await require_items(pipe, conversation_id, [active_leaf])
+                await require_items(pipe, conversation_id, [active_leaf], "active_leaf")
             head = present.conversation
             changed = head_after_append(head, active_leaf, title)
             pipe.multi()
@@ -251,7 +251,7 @@ class RedisStore:
         async def work(pipe: Pipe) -> Conversation:
             present = await read_head(pipe, owner, conversation_id, expected_rev)
             if active_leaf is not None:
-                await require_items(pipe, conversation_id, [active_leaf])
+                await require_items(pipe, conversation_id, [active_leaf], "active_leaf")
             head = present.conversation
             changed = head_after_update(head, title=title, active_leaf=active_leaf, metadata=metadata)
             pipe.multi()
@@ -607,14 +607,14 @@ async def require_parents(pipe: Pipe, conversation_id: str, items: Sequence[Item
         if item.parent_id is not None and item.parent_id not in before:
             outside.append(item.parent_id)
         before.add(item.id)
-    await require_items(pipe, conversation_id, outside)
+    await require_items(pipe, conversation_id, outside, "parent_id")
 
 
-async def require_items(pipe: Pipe, conversation_id: str, item_ids: Sequence[str]) -> None:
+async def require_items(pipe: Pipe, conversation_id: str, item_ids: Sequence[str], param: str) -> None:
     found = await pipe.hmget(items_key(conversation_id), list(dict.fromkeys(item_ids))) if item_ids else ()
     for item_id, data in zip(dict.fromkeys(item_ids), found, strict=True):
         if data is None:
-            raise NotFoundError(f"conversation {conversation_id!r} has no message {item_id!r}")
+            raise NotFoundError(f"conversation {conversation_id!r} has no message {item_id[:128]!r}", param=param)
 
 
 def member_ids(items: Sequence[Item], turns: Sequence[Turn]) -> list[str]:

@@ -180,7 +180,7 @@ class SqliteStore:
             put_claim(db, owner, claim)
             _add(db, conversation_id, encoded, () if turn is None else (turn,))
             if active_leaf is not None:
-                _require_item(db, conversation_id, active_leaf)
+                _require_item(db, conversation_id, active_leaf, "active_leaf")
             return _store_change(db, head, head_after_append(head, active_leaf, title))
 
         return await self._change(owner, conversation_id, job)
@@ -206,7 +206,7 @@ class SqliteStore:
         def job(db: sqlite3.Connection) -> Conversation:
             head = read_head(db, owner, conversation_id, expected_rev)
             if active_leaf is not None:
-                _require_item(db, conversation_id, active_leaf)
+                _require_item(db, conversation_id, active_leaf, "active_leaf")
             changed = head_after_update(head, title=title, active_leaf=active_leaf, metadata=metadata)
             return _store_change(db, head, changed)
 
@@ -544,7 +544,7 @@ async def _encoded(items: Sequence[Item]) -> _Items:
 
 def _add(db: sqlite3.Connection, conversation_id: str, items: _Items, turns: Sequence[Turn]) -> None:
     for parent_id in items.parents:
-        _require_item(db, conversation_id, parent_id)
+        _require_item(db, conversation_id, parent_id, "parent_id")
     insert_items(db, conversation_id, items.rows)
     for turn in turns:
         put_turn(db, conversation_id, turn)
@@ -586,7 +586,7 @@ def _is_held(db: sqlite3.Connection, table: str, conversation_id: str, member_id
     return row is not None
 
 
-def _require_item(db: sqlite3.Connection, conversation_id: str, item_id: str, param: str | None = None) -> None:
+def _require_item(db: sqlite3.Connection, conversation_id: str, item_id: str, param: str) -> None:
     row = db.execute("SELECT 1 FROM items WHERE id = ? AND conversation_id = ?", (item_id, conversation_id)).fetchone()
     if row is None:
         raise NotFoundError(f"conversation {conversation_id!r} has no message {item_id[:128]!r}", param=param)

@@ -355,9 +355,11 @@ def test_late_system_message_joins_the_turn_of_the_user_if_the_template_refuses_
 
 def test_zero_max_tokens_caches_the_prompt_without_an_answer(client: httpx.Client, server: ScriptedServer) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "Prewarmed. " * 9, "cache_control": CACHED}]}]
-    server.say("Never seen")
-    warmed = ask(client, max_tokens=0, messages=messages)
-    assert (warmed["content"], warmed["stop_reason"]) == ([], "max_tokens")
+    for never_seen, asked in (("", USER), ("Never seen", messages)):
+        server.say(never_seen)
+        warmed = ask(client, max_tokens=0, messages=asked)
+        assert (warmed["content"], warmed["stop_reason"]) == ([], "max_tokens")
+        assert warmed["usage"]["output_tokens"] == 0
     assert warmed["usage"]["cache_creation_input_tokens"] > 20
     server.say("Never seen")
     events = events_of(client, max_tokens=0, messages=messages)

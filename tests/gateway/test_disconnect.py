@@ -25,11 +25,16 @@ def close_hard(connection: socket.socket) -> None:
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("leave", ["fin", "rst", "half"])
-def test_client_disconnect_aborts_the_request(server: Server, path: str, stream: bool, leave: str) -> None:
+@pytest.mark.parametrize("num_pipelined", [1, 3])
+def test_client_disconnect_aborts_the_request(
+    server: Server, caplog: pytest.LogCaptureFixture, path: str, stream: bool, leave: str, num_pipelined: int
+) -> None:
     body = {**LONG, "stream": stream} if path == CHAT else {"prompt": ["x", "y"], "max_tokens": 900, "ignore_eos": True}
+    data = post_bytes(server.port, path, json.dumps({**body, "stream": stream}).encode())
+    num_before = server.runner.num_steps
     with slowed(server, 0.01):
         connection = server.connect()
-        connection.sendall(post_bytes(server.port, path, json.dumps({**body, "stream": stream}).encode()))
+        connection.sendall(data.replace(b"connection: close\r\n", b"") * num_pipelined)
         wait_until(lambda: server.num_pages_in_use() > 2, "generation is under way")
         if leave == "half":
             connection.shutdown(socket.SHUT_WR)
@@ -39,6 +44,8 @@ def test_client_disconnect_aborts_the_request(server: Server, path: str, stream:
             connection.close()
         server.wait_idle()
         connection.close()
+    assert 0 < server.runner.num_steps - num_before < 900, "it was not generated to its end"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_client_disconnect_during_the_body_logs_no_error(server: Server) -> None:

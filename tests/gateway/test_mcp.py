@@ -103,6 +103,7 @@ def test_other_tool_runs_only_with_confirmation(server: Server, tools: ToolServe
     for more in ({}, {"confirmed": False}):
         status, answer = call(server, "tools", "note", {"text": "hi"}, **more)
         assert (status, answer["error"]["code"]) == (403, "confirmation_required")
+        assert answer["error"]["param"] == "confirmed"
     assert tools.calls == []
     assert call(server, "tools", "note", {"text": "hi"}, confirmed=True)[1]["output"] == "noted: hi"
     assert tools.calls == [("note", {"text": "hi"})]
@@ -123,9 +124,12 @@ def test_tool_with_a_name_of_other_characters_is_called_by_its_own(server: Serve
 
 
 def test_tool_that_is_not_offered_is_not_found(server: Server, tools: ToolServer) -> None:
-    for name, tool, param in [("few", "add", "tool"), ("tools", "files.list", "tool"), ("other", "add", "server")]:
+    unknown = [("few", "add", "tool"), ("tools", "files.list", "tool"), ("other", "add", "server")]
+    unknown += [("tools", "x" * 9999, "tool"), ("x" * 9999, "add", "server")]
+    for name, tool, param in unknown:
         status, answer = call(server, name, tool, {"a": 1, "b": 1}, confirmed=True)
         assert (status, answer["error"]["param"]) == (404, param)
+        assert len(answer["error"]["message"]) < 200
     assert tools.calls == []
 
 

@@ -93,7 +93,11 @@ def test_conversations_are_listed_updated_and_deleted(server: Server) -> None:
     assert changed["rev"] == head["rev"] + 1 and changed["metadata"] == {"pinned": "1"}
     status, headers, answer = server.post(path, title="late", rev=head["rev"])
     assert status == 409 and answer["error"]["code"] == "stale_revision" and headers["x-should-retry"] == "false"
-    assert server.post(path, active_leaf=second["output"][0]["id"])[0] == 404
+    foreign = second["output"][0]["id"]
+    status, _, answer = server.post(path, active_leaf=foreign)
+    assert (status, answer["error"]["param"]) == (404, "active_leaf")
+    status, _, answer = server.post(f"{path}/items", items=[{"role": "user", "content": "x"}], parent_id=foreign)
+    assert (status, answer["error"]["param"]) == (404, "parent_id")
     for bad in ({"title": ""}, {"title": "x" * 201}, {"title": 5}, {"rev": -1}, {"metadata": {"a": 1}}):
         assert server.post(path, **bad)[0] == 400
 

@@ -138,12 +138,14 @@ async def test_stale_revision_is_refused_and_changes_nothing(store: Conversation
 async def test_append_is_all_or_nothing(store: ConversationStore) -> None:
     await create(store)
     orphan = replace(REPLY, id="msg_o", parent_id="msg_nowhere")
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError) as refused:
         await store.append("me", "conv_1", [USER, orphan], TURN)
+    assert refused.value.param == "parent_id"
     tree = await store.load("me", "conv_1")
     assert (tree.conversation.rev, list(tree.items), list(tree.turns)) == (0, [], [])
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError) as refused:
         await store.update("me", "conv_1", active_leaf="msg_u")
+    assert refused.value.param == "active_leaf"
 
 
 async def test_append_with_an_unknown_leaf_is_refused(store: ConversationStore) -> None:

@@ -117,6 +117,7 @@ class FakeRunner:
         self._eos = eos
         self._eos_every = eos_every
         self.delay_s = delay_s
+        self.num_steps = 0
         self._faulty_token = faulty_token
         self.device = FakeDevice(self.execute, lazy=lazy)
         num_entries = -(-self._capacity.max_model_len // self._capacity.page_size)
@@ -143,6 +144,7 @@ class FakeRunner:
         return self.device.launch(plan) if self._capacity.has_async_launch else Done(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
         if self.delay_s:
             time.sleep(self.delay_s)
         self.simulated_s += 1e-4 + 3e-5 * len(plan.rows.slot) + 1e-5 * len(plan.rows.tokens)

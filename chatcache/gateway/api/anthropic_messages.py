@@ -510,7 +510,8 @@ def _whole_block(first: _Piece, text: str) -> OutputBlock:
 class MessageWriter:
     """Converts the events of a reply to the body or the events of one message.
 
-    `reports_writes`: report the computed prompt tokens as written to the cache. `is_silent`: leave out the content.
+    `reports_writes`: report the computed prompt tokens as written to the cache. `is_silent`: leave out the
+    content; the one token that the engine computes is not reported.
     """
 
     def __init__(
@@ -530,7 +531,7 @@ class MessageWriter:
 
     def body(self, reply: CompleteReply) -> AssistantMessage:
         (done,) = reply.dones
-        stop = _stop(done)
+        stop = self._stop(done)
         content = [] if self._is_silent else _content(reply.deltas.get(0, ()))
         return self._message(content, self._usage(reply.finished), stop.stop_reason, stop.stop_sequence)
 
@@ -547,7 +548,7 @@ class MessageWriter:
             elif isinstance(event, ReplyDone):
                 for each in blocks.close():
                     yield each
-                stop = _stop(event)
+                stop = self._stop(event)
             elif isinstance(event, ReplyFinished):
                 yield MessageDelta(stop, self._usage(event))
                 yield MessageStop()
@@ -570,9 +571,12 @@ class MessageWriter:
             input_tokens=num_computed - num_written,
             cache_creation_input_tokens=num_written,
             cache_read_input_tokens=counts.num_cached_tokens,
-            output_tokens=counts.num_output_tokens,
-            output_tokens_details=ThinkingTokens(counts.num_reasoning_tokens),
+            output_tokens=0 if self._is_silent else counts.num_output_tokens,
+            output_tokens_details=ThinkingTokens(0 if self._is_silent else counts.num_reasoning_tokens),
         )
+
+    def _stop(self, done: ReplyDone) -> StopDelta:
+        return StopDelta("max_tokens", None) if self._is_silent else _stop(done)
 
 
 def _stop(done: ReplyDone) -> StopDelta:

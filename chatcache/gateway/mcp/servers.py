@@ -108,7 +108,9 @@ class McpServers:
             found = await self._find(server, tool)
             if found.needs_confirmation and not confirmed:
                 raise PermissionDeniedError(
-                    f"{server}.{tool} runs only after the user's confirmation", code="confirmation_required"
+                    f"{server}.{tool} runs only after the user's confirmation",
+                    param="confirmed",
+                    code="confirmation_required",
                 )
             started_at = self._clock()
             output, is_error = await self._client.call_tool(self._servers[server].server, found.mcp_name, given)
@@ -145,14 +147,14 @@ class McpServers:
         Raises: NotFoundError; McpServerError if the tools cannot be read.
         """
         if (known := self._servers.get(server)) is None:
-            raise NotFoundError(f"no MCP server {server!r} is configured", param="server")
+            raise NotFoundError(f"no MCP server {server[:128]!r} is configured", param="server")
         if known.state != "ready" and (reading := self._read_if_old(known)) is not None:
             await asyncio.shield(reading)
         if (found := known.tools.get(tool)) is not None:
             return found
         if known.error:
             raise McpServerError(known.error)
-        raise NotFoundError(f"the MCP server {server!r} has no tool {tool!r}", param="tool")
+        raise NotFoundError(f"the MCP server {server!r} has no tool {tool[:128]!r}", param="tool")
 
     def _read_if_old(self, known: ServerTools) -> asyncio.Task[None] | None:
         """Start to read a server's tools if they were not read lately; return the task while it runs.

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -48,7 +48,6 @@ from chatcache.gateway.schemas.requests import (
 )
 from chatcache.gateway.schemas.responses import Conversation
 from chatcache.gateway.websocket.frames import CLIENT_GONE, FrameSender
-from chatcache.gateway.websocket.notifications import Subscription
 from chatcache.gateway.websocket.streams import MAX_STREAMS, Body, QueueFullError, StreamMultiplexer
 from chatcache.types.events import Failed, Finished, Started
 from chatcache.types.request import MAX_N, MAX_PRIORITY, GenerateRequest, SamplingParams
@@ -302,18 +301,16 @@ class Connection:
         await self._sender.close(code, reason)
 
     async def close(self) -> None:
-        """Stop all streams and tasks of this connection.
+        """Stop all streams and tasks of this connection; finish the cancels and drops that the client requested.
 
         Stored responses continue for a grace period; others end with their last reader.
         """
-        tasks = [
-            *self._cancelling.values(),
-            *self._dropping.values(),
-            *(task for task in (self._notify_task, self._close_task) if task is not None),
-        ]
+        tasks = [task for task in (self._notify_task, self._close_task) if task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(self._streams.close(), self._prewarmer.close(), *tasks, return_exceptions=True)
+        requested = [*self._cancelling.values(), *self._dropping.values()]
+        ends = (self._streams.close(), self._prewarmer.close(), *tasks, *requested)
+        await asyncio.gather(*ends, return_exceptions=True)
 
     async def _check_key(self, body: Body) -> bool:
         """Check the key before each message; if it is no longer valid, close and return False."""
@@ -458,20 +455,13 @@ class Connection:
 
     async def _subscribe(self, body: Body) -> None:
         if self._notify_task is None:
-            subscription = self._gateway.hub.subscribe(self._owner)
-            running = [
-                {"response_id": run.id, "conversation_id": run.conversation_id}
-                for run in self._gateway.responses.running(self._owner)
-                if run.conversation_id is not None
-            ]
-            for conversation_id, response_id in self._gateway.hub.running_elsewhere(self._owner):
-                running.append({"response_id": response_id, "conversation_id": conversation_id})
-            self._notify_task = asyncio.create_task(self._notify(subscription, running))
+            self._notify_task = asyncio.create_task(self._notify())
 
-    async def _notify(self, subscription: Subscription, running: Sequence[Mapping[str, str]]) -> None:
-        """Send changes of the owner's conversations, the newest state of each."""
+    async def _notify(self) -> None:
+        """Subscribe to the owner's conversations and send their changes, the newest state of each."""
+        subscription = self._gateway.hub.subscribe(self._owner)
         try:
-            await self._sender.send({"type": "conversation.subscribed", "running": running})
+            await self._sender.send({"type": "conversation.subscribed", "running": self._running_everywhere()})
             while True:
                 for conversation_id, conversation in (await subscription.next()).items():
                     if conversation is not None:
@@ -487,6 +477,16 @@ class Connection:
             pass
         finally:
             self._gateway.hub.unsubscribe(self._owner, subscription)
+
+    def _running_everywhere(self) -> list[Mapping[str, str]]:
+        """Return the owner's running responses in conversations, those of other gateways last."""
+        here = [(run.conversation_id, run.id) for run in self._gateway.responses.running(self._owner)]
+        found = [*here, *self._gateway.hub.running_elsewhere(self._owner)]
+        return [
+            {"response_id": response_id, "conversation_id": conversation_id}
+            for conversation_id, response_id in found
+            if conversation_id is not None
+        ]
 
     def _running_in(self, conversation_id: str) -> list[str]:
         """Return the ids of running responses in a conversation."""
