@@ -85,7 +85,7 @@ def bench(
 ) -> None:
     """Measure the engine and the limits of the machine.
 
-    WHICH: latency, throughput, beam, prefill, embed, contention, or kv (pages and scheduling, without a model).
+    WHICH: latency, throughput, beam, prefix, embed, contention, or kv (pages and scheduling, without a model).
     """
     if model and named_model and model != named_model:
         raise typer.BadParameter(

@@ -202,12 +202,18 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     return response
 
 
+_OPENAI_NAMES = ("chat", "completions", "responses", "conversations", "embeddings", "models")
+_BASE_URLS = "the base URL of OpenAI's clients ends in /v1, that of Anthropic's and Ollama's does not"
+
+
 def _describe_missing(request: Request) -> str:
     """Describe a route that does not exist; for those of Ollama, say why."""
     path: str = request.scope["path"]
     missing = f"no route {request.method} {path}"
     if not is_ollama_api(request.scope):
-        return missing
+        path = path.removeprefix(request.scope.get("root_path", ""))
+        is_wrong_base = path.startswith(("/v1/v1/", "/v1/api/")) or path.split("/")[1] in _OPENAI_NAMES
+        return f"{missing}: {_BASE_URLS}" if is_wrong_base else missing
     name = path.removeprefix(request.scope.get("root_path", "")).removeprefix(OLLAMA_PATH).partition("/")[0]
     return f"{missing}: {reason}" if (reason := _OLLAMA_REFUSALS.get(name)) else missing
 

@@ -378,6 +378,14 @@ def test_count_is_the_prompt_of_the_message(client: httpx.Client, server: Script
     assert response.headers["request-id"]
 
 
+def test_document_of_text_is_a_file_in_the_message(server: Server) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "Buy milk."}
+    blocks = [{"type": "document", "source": source, "title": "notes.txt"}, {"type": "text", "text": "What?"}]
+    prompt = rendered(server, {"messages": [{"role": "user", "content": blocks}]})
+    assert file_block("notes.txt", "Buy milk.") + "\nWhat?" in prompt
+
+
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 USED = {"type": "tool_use", "id": "toolu_9", "name": "weather", "input": {}}
 ORPHAN = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "x"}
@@ -392,6 +400,8 @@ ORPHAN = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "x"}
             {"messages": [{"role": "user", "content": [{**ORPHAN, "content": [IMAGE]}]}]},
             "messages[0].content[0].content[0]: blocks of type 'image'",
         ),
+        ({"messages": [{"role": "user", "content": [PDF]}]}, "documents are text here (type text); POST /v1/attach"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "content[0].source is required"),
         ({"messages": [{"role": "user", "content": [ORPHAN]}]}, "toolu_1"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is required"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
@@ -405,6 +415,10 @@ ORPHAN = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "x"}
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "nope"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "tool_choice": {"type": "any"}},
+            "tool_choice needs tools of type function; others are not executed here",
+        ),
         ({"messages": [{"role": "user", "content": "x " * 5000}]}, "prompt is too long: the prompt has"),
     ],
 )

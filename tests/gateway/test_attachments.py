@@ -51,6 +51,12 @@ def upload(server: Server, data: bytes, name: str) -> tuple[int, Any]:
     return status, answer
 
 
+def test_upload_of_a_form_is_refused_with_what_to_send(server: Server) -> None:
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    status, _, answer = server.request("POST", "/v1/attachments", raw=b"--x--", headers=form)
+    assert status == 415 and "send the file itself as the body" in answer["error"]["message"]
+
+
 def input_text(server: Server, response: dict[str, Any]) -> str:
     """The stored text of the response's last input message."""
     _, _, page = server.request("GET", f"/v1/responses/{response['id']}/input_items")

@@ -54,6 +54,18 @@ def test_models_lists_and_gets_the_served_model(server: Server) -> None:
     assert server.request("GET", "/v1/models/none")[2]["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize(
+    ("path", "is_wrong_base"),
+    [("/v1/v1/messages", True), ("/chat/completions", True), ("/v1/api/chat", True), ("/responses", True),
+     ("/v1/files", False), ("/nowhere", False), ("/", False)],
+)  # fmt: skip
+def test_route_of_a_wrong_base_url_is_explained(server: Server, path: str, is_wrong_base: bool) -> None:
+    status, _, answer = server.request("POST", path, {})
+    if path != "/":
+        assert status == 404 and answer["error"]["message"].startswith(f"no route POST {path}")
+    assert ("the base URL of OpenAI's clients ends in /v1" in str(answer)) == is_wrong_base
+
+
 def test_tokenize_then_detokenize_returns_the_text(server: Server) -> None:
     text = "Hello, naïve 你好 🎉"
     answer = server.post("/tokenize", prompt=text, add_special_tokens=False, return_token_strs=True)[2]

@@ -87,6 +87,7 @@ from chatcache.gateway.schemas.requests import (
     ToolFields,
 )
 from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.transfer.attachments import FileText, clean_name
 from chatcache.types.events import FINISH_STOP
 from chatcache.types.request import StructuredOutputs
 
@@ -371,6 +372,8 @@ def _user_messages(role: str, blocks: Sequence[ContentBlock], where: str) -> Ite
         path = f"{where}[{at}]"
         if block.type == "text":
             texts.append(_required(block.text, f"{path}.text"))
+        elif block.type == "document" and role == "user":
+            texts.append(_document_text(block, path))
         elif block.type == "tool_result" and role == "user":
             if texts:
                 yield Message(role=role, content="\n".join(texts))
@@ -381,6 +384,21 @@ def _user_messages(role: str, blocks: Sequence[ContentBlock], where: str) -> Ite
             raise _unsupported(block.type, path)
     if texts or not blocks:
         yield Message(role=role, content="\n".join(texts))
+
+
+def _document_text(block: ContentBlock, where: str) -> str:
+    """Return a document of the source type text as other APIs put a file into a message."""
+    source = _required(block.source, f"{where}.source")
+    if source.type != "text":
+        raise UnsupportedParameterError(
+            f"{where}.source: documents are text here (type text); POST /v1/attachments returns the text of a PDF",
+            param=f"{where}.source.type",
+        )
+    try:
+        name = clean_name(block.title or "document")
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message, param=f"{where}.title", code=error.code) from None
+    return FileText(name, _required(source.data, f"{where}.source.data")).block
 
 
 def _result_text(content: str | Sequence[ResultBlock] | None, where: str) -> str:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from chatcache.errors import InvalidRequestError, UnsupportedParameterError
 from chatcache.gateway.auth.principal import owner_of
 from chatcache.gateway.context import Gateway, gateway_of
-from chatcache.gateway.errors import json_response
+from chatcache.gateway.errors import UnsupportedMediaTypeError, json_response
 from chatcache.gateway.limits.admission import UNTHROTTLED_BYTES
 from chatcache.gateway.middleware import reject_encoding
 from chatcache.gateway.schemas.requests import FileFields, MessageFields, Part
@@ -30,6 +30,10 @@ _DEFAULT_NAME = "file"
 async def read_attachment(request: Request) -> Response:
     """POST /v1/attachments: return the text of the file in the body, as a message contains it. Stores nothing."""
     reject_encoding(request)
+    if request.headers.get("content-type", "").startswith("multipart/"):
+        raise UnsupportedMediaTypeError(
+            "send the file itself as the body (curl --data-binary @FILE), its name as ?filename="
+        )
     gateway, owner = gateway_of(request), owner_of(request)
     name = clean_name(request.query_params.get("filename", _DEFAULT_NAME))
     model = await gateway.require_model(None)

@@ -374,7 +374,8 @@ def parse_tool_choice(
     functions = tuple(_parse_functions(tools, "tools"))
     if not functions:
         if choice not in (None, "none", "auto"):
-            raise UnsupportedParameterError("tool_choice needs tools", param="tool_choice")
+            more = " of type function; others are not executed here" if tools else ""
+            raise UnsupportedParameterError(f"tool_choice needs tools{more}", param="tool_choice")
         return NO_TOOLS
     _check_functions(functions)
     mode, names = _parse_choice(choice, functions)

@@ -38,10 +38,19 @@ class ResultBlock(msgspec.Struct, frozen=True):
     cache_control: CacheControl | None = None
 
 
+class DocumentSource(msgspec.Struct, frozen=True):
+    """The content of a document; `type` text has it as `data`."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+
+
 class ContentBlock(msgspec.Struct, frozen=True):
     """A content block of a message. Its `type` determines the required fields.
 
     `text`: `text`. `thinking`: `thinking`. `tool_use`: `id`, `name` and `input`. `tool_result`: `tool_use_id`.
+    `document`: `source`, and possibly `title`.
     """
 
     # Of answers that are sent back.
@@ -56,6 +65,8 @@ class ContentBlock(msgspec.Struct, frozen=True):
     tool_use_id: CallId | None = None
     content: str | Annotated[list[ResultBlock], Meta(max_length=MAX_PARTS)] | None = None
     is_error: bool | None = None
+    source: DocumentSource | None = None
+    title: str | None = None
     cache_control: CacheControl | None = None
 
 
