@@ -271,8 +271,9 @@ def test_steer_input_waits_for_function_outputs(
     assert all(frame["required_input"] == [stub] and frame["stream_id"] == "lane" for frame in pending)
     assert {frame["reason"] for frame in pending} == {"waiting_for_required_input"}
     again = {"previous_response_id": first, "max_output_tokens": 2, "stream_id": "lane"}
-    send(socket, input="three", **again, temperature=9)
-    assert receive(socket)["error"]["param"] == "temperature"
+    for param, value in (("temperature", 9), ("input", 5)):
+        send(socket, **{"input": "three", **again, param: value})
+        assert receive(socket)["error"]["param"] == param
     second = ask(socket, input="three", **again)
     items = items_of(server, second)
     assert [items[each]["content"][0]["text"] for each in second["input_item_ids"]] == ["one", "two", "three"]

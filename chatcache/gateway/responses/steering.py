@@ -136,12 +136,13 @@ def successor_body(settings: Mapping[str, Any], response_id: str, steers: Sequen
     return {**settings, "previous_response_id": response_id, "input": queued_input(steers, None)}
 
 
-def queued_input(steers: Sequence[Steer], own_input: object) -> list[Any]:
-    """Put queued steering input before a request's own input."""
+def queued_input(steers: Sequence[Steer], own_input: object) -> object:
+    """Put queued steering input before a request's own input; return an invalid one as it is, to be refused."""
     if isinstance(own_input, str):
         own_input = [{"role": "user", "content": own_input}]
-    own_messages = own_input if isinstance(own_input, list) else []
-    return [*(message for steer in steers for message in steer.messages), *own_messages]
+    if not isinstance(own_input, list | None):
+        return own_input
+    return [*(message for steer in steers for message in steer.messages), *(own_input or ())]
 
 
 def required_input(output: Item) -> list[dict[str, str]]:
