@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from chatcache.config import ServerConfig
+from chatcache.conversations.file_blocks import file_block
 from chatcache.conversations.prompt import Message, Prompt
 from chatcache.conversations.token_memo import ArgumentMemo
 from chatcache.gateway.api.anthropic_messages import BILLING_LINE, SIGNATURE

@@ -54,7 +54,7 @@ def upload(server: Server, data: bytes, name: str) -> tuple[int, Any]:
 def test_upload_of_a_form_is_refused_with_what_to_send(server: Server) -> None:
     form = {"content-type": "multipart/form-data; boundary=x"}
     status, _, answer = server.request("POST", "/v1/attachments", raw=b"--x--", headers=form)
-    assert status == 415 and "send the file itself as the body" in answer["error"]["message"]
+    assert status == 415 and "send the file itself (curl" in answer["error"]["message"]
 
 
 def input_text(server: Server, response: dict[str, Any]) -> str:

@@ -28,8 +28,8 @@ OVERRIDES = [
         BoundedHttp,
         HttpToolsProtocol,
         "connection_made data_received on_url on_header on_headers_complete on_body on_message_complete "
-        "handle_websocket_upgrade on_response_complete _start_asgi_task connection_lost send_400_response pause_writing "
-        "resume_writing",
+        "handle_websocket_upgrade on_response_complete _start_asgi_task connection_lost send_400_response "
+        "pause_writing resume_writing",
         "connections cycle pipeline transport loop",
     ),
     (

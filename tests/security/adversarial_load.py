@@ -52,9 +52,9 @@ def reference_requests() -> list[GenerateRequest]:
 def result_of(events: list[EngineEvent]) -> Result:
     """Return the result of a request by candidate, without what depends on the state of the cache and on the load."""
     # A step may have no room for all candidates.
-    told = sorted((e for e in events if isinstance(e, Tokens | CandidateDone)), key=lambda e: e.index)
-    tokens: Result = [(e.index, e.token_ids, e.logprobs) for e in told if isinstance(e, Tokens)]
-    ends: Result = [(e.index, e.finish_reason, e.stop_reason, e.score) for e in told if isinstance(e, CandidateDone)]
+    ordered = sorted((e for e in events if isinstance(e, Tokens | CandidateDone)), key=lambda e: e.index)
+    tokens: Result = [(e.index, e.token_ids, e.logprobs) for e in ordered if isinstance(e, Tokens)]
+    ends: Result = [(e.index, e.finish_reason, e.stop_reason, e.score) for e in ordered if isinstance(e, CandidateDone)]
     return tokens + ends + [(type(events[-1]).__name__,)]
 
 

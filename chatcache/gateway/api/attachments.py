@@ -31,9 +31,7 @@ async def read_attachment(request: Request) -> Response:
     """POST /v1/attachments: return the text of the file in the body, as a message contains it. Stores nothing."""
     reject_encoding(request)
     if request.headers.get("content-type", "").startswith("multipart/"):
-        raise UnsupportedMediaTypeError(
-            "send the file itself as the body (curl --data-binary @FILE), its name as ?filename="
-        )
+        raise UnsupportedMediaTypeError("send the file itself (curl --data-binary @FILE), with its name as ?filename=")
     gateway, owner = gateway_of(request), owner_of(request)
     name = clean_name(request.query_params.get("filename", _DEFAULT_NAME))
     model = await gateway.require_model(None)
