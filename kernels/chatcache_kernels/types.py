@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .fp8 import DTYPE as FP8
+from .fp8 import SCALE_BYTES
 
 I32 = NDArray[np.int32]
 OS_PAGE_BYTES = 4096
@@ -75,9 +76,14 @@ class KVPages:
         return self.k.dtype == FP8
 
     @property
+    def head_elements(self) -> int:
+        """Return how many elements of `k`, and of `v`, a page has for one head and layer."""
+        return self.page_size * (self.head_dim + (SCALE_BYTES if self.is_fp8 else 0))
+
+    @property
     def page_bytes(self) -> int:
         """Return the size of one page in bytes: keys and values of every layer."""
-        return 2 * self.k[:, 0].numel() * self.k.element_size()
+        return 2 * self.num_layers * self.num_kv_heads * self.head_elements * self.k.element_size()
 
     @property
     def num_bytes(self) -> int:

@@ -444,7 +444,7 @@ def paged_attention_on_chip(
             layer, pages.k.stride(0), q.stride(0), q.stride(1), batch.tables.stride(0),
             *_exponent_scales(scale, softcap), window or 0,
             ROWS=config.rows, SLICES=slices, GROUP=group, KV_HEADS=pages.num_kv_heads, HEAD_DIM=head_dim,
-            WIDTH=max(16, next_power_of_2(head_dim)), PAGE_SIZE=pages.page_size, HEAD_STRIDE=pages.k.stride(2),
+            WIDTH=max(16, next_power_of_2(head_dim)), PAGE_SIZE=pages.page_size, HEAD_STRIDE=pages.head_elements,
             BLOCK_N=config.block_n, UNMASKED_LOOP=config.unmasked_loop,
             HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None,
             FIXED_TILES=fixed_tiles and window is not None,

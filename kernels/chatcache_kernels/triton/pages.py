@@ -83,7 +83,7 @@ def write_pages(pages: KVPages, layer: int, k: Tensor, v: Tensor, slots: Tensor)
     write_pages_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         k, v, pages.k, pages.v, slots.contiguous(), layer, pages.k.stride(0),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        NUM_HEADS=num_heads, DIM=dim, PAGE=pages.page_size, HEAD_STRIDE=pages.k.stride(2), HEADS=heads,
+        NUM_HEADS=num_heads, DIM=dim, PAGE=pages.page_size, HEAD_STRIDE=pages.head_elements, HEADS=heads,
         DIM_BLOCK=dim_block, num_warps=choose_num_warps(heads * dim_block, 8), **EXACT,
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ def rope_write(
         norms.q if norms else q, norms.k if norms else k, norms.eps if norms else 0.0,
         layer, pages.k.stride(0), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         NORM=norms is not None, NUM_HEADS=num_heads, NUM_KV_HEADS=kv_heads, DIM=dim, HALF=half, PAGE=pages.page_size,
-        HEAD_STRIDE=pages.k.stride(2), HEADS=heads, KV_HEADS=kv_tile, HALF_BLOCK=half_block,
+        HEAD_STRIDE=pages.head_elements, HEADS=heads, KV_HEADS=kv_tile, HALF_BLOCK=half_block,
         REST_BLOCK=next_power_of_2(dim - 2 * half), DIM_BLOCK=dim_block, num_warps=warps, **EXACT,
     )  # fmt: skip
     return out
