@@ -218,8 +218,8 @@ def _use(config: Config | MergeConfig) -> Iterator[None]:
     attention = importlib.import_module("chatcache_kernels.triton.attention")
     choose: Callable[..., Config] = attention.choose_config
 
-    def choose_or_use(*arguments: Any) -> Config:
-        found = choose(*arguments)
+    def choose_or_use(*arguments: Any, **options: Any) -> Config:
+        found = choose(*arguments, **options)
         return config if isinstance(config, Config) and found.rows == config.rows else found
 
     name, value = ("MERGE", config) if isinstance(config, MergeConfig) else ("choose_config", choose_or_use)
