@@ -253,7 +253,7 @@ VIEWS: tuple[View, ...] = (
     View("rename", _click(".menu:popover-open >> text=Rename"), "[aria-label='New title']"),
     View("finds", _search_conversations, ".search-hit mark"),
     View("toast", _delete, "text=Undo"),
-    View("start", _click(".new-chat"), ".empty-state"),
+    View("start", _click(".toasts [aria-label=Dismiss]", ".new-chat"), ".empty-state"),
     View("attachments", _attach, ".attachment-failed"),
     View("file card", _file_card, ".file-card pre"),
     View("answer editor", _edit_answer, "[aria-label='Edit answer']"),
