@@ -207,14 +207,14 @@ _BASE_URLS = "the base URL of OpenAI's clients ends in /v1, that of Anthropic's 
 
 
 def _describe_missing(request: Request) -> str:
-    """Describe a route that does not exist; for those of Ollama, say why."""
-    path: str = request.scope["path"]
-    missing = f"no route {request.method} {path}"
+    """Describe a route that does not exist; for those of Ollama and for those of a wrong base URL, say why."""
+    missing = f"no route {request.method} {request.scope['path']}"
+    path: str = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
     if not is_ollama_api(request.scope):
-        path = path.removeprefix(request.scope.get("root_path", ""))
-        is_wrong_base = path.startswith(("/v1/v1/", "/v1/api/")) or path.split("/")[1] in _OPENAI_NAMES
+        first_name = path.removeprefix("/").partition("/")[0]
+        is_wrong_base = path.startswith(("/v1/v1/", "/v1/api/")) or first_name in _OPENAI_NAMES
         return f"{missing}: {_BASE_URLS}" if is_wrong_base else missing
-    name = path.removeprefix(request.scope.get("root_path", "")).removeprefix(OLLAMA_PATH).partition("/")[0]
+    name = path.removeprefix(OLLAMA_PATH).partition("/")[0]
     return f"{missing}: {reason}" if (reason := _OLLAMA_REFUSALS.get(name)) else missing
 
 

@@ -29,9 +29,8 @@ class LLMBase:
     `preemption_mode`: what to do when pages run out: auto | swap | recompute; `swap_space`: host memory for swapped
     pages, 0 for none. `deterministic`: logits do not depend, to the bit, on batch, chunking, cache or preemption;
     slower. `quantization`: None | "int8" (CPUs) | "fp8" (GPUs) for 8-bit weights. `kv_cache_dtype`: "auto" | "fp8" for
-    keys and values in 8 bits (GPUs). `pooling`: of embeddings: "auto" (as
-    the model folder says, else last) | "last" | "mean". `tensor_parallel_size`: number of processes that compute each
-    layer together (native decoders on CPUs).
+    keys and values in 8 bits (GPUs). `pooling`: of embeddings: "auto" (as the model folder says, else last) | "last" |
+    "mean". `tensor_parallel_size`: number of processes that compute each layer together (native decoders on CPUs).
     """
 
     def __init__(

@@ -10,12 +10,11 @@ import importlib
 import importlib.util
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
 from chatcache_kernels.experts import Activation, Allocate, ExpertWeights, empty
-from chatcache_kernels.fp8 import DTYPE as FP8
 from chatcache_kernels.types import (
     AttentionBatch,
     AttentionWork,
@@ -308,25 +307,22 @@ def _problem(name: str, device: torch.device) -> str:
     return "" if capability >= MIN_CAPABILITY else f"needs compute capability 8.0, and {device} has {capability}"
 
 
-def choose_kv_dtype(geometry: Geometry, name: str, backend: str) -> Geometry:
-    """Return the geometry with pages of a `kv_cache_dtype`, auto (as the model computes) | fp8.
+def check_kv_cache_dtype(name: str, backend: str, device: torch.device) -> None:
+    """Check a `kv_cache_dtype`, auto (as the model computes) | fp8, before the model is loaded.
 
-    Raises: ModelFolderError for another one, or if the device, the attention backend or the model does not have it.
+    Raises: ModelFolderError for another one, or if the attention backend or the device does not have it.
     """
     if name not in KV_CACHE_DTYPES:
         raise ModelFolderError(f"kv_cache_dtype {name!r} is not supported; choose {' or '.join(KV_CACHE_DTYPES)}")
     if name == "auto":
-        return geometry
-    device, problem = geometry.device, ""
+        return
+    problem = ""
     if backend == "cpu":
         problem = "is for GPUs: the CPU kernels read keys and values in the dtype of the model"
     elif device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
         problem = f"needs compute capability 8.9, and {device} has {capability[0]}.{capability[1]}"
-    elif any(store.kv.rank is not None for store in geometry.stores):
-        problem = "does not work with latent attention, whose pages hold no heads"
     if problem:
         raise ModelFolderError(f"kv_cache_dtype {name!r} {problem}; choose auto")
-    return replace(geometry, kv_dtype=FP8)
 
 
 def allocate_stores(

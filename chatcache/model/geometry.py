@@ -9,12 +9,13 @@ page id names a page of every store:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from chatcache_kernels.fp8 import DTYPE as FP8
 from chatcache_kernels.fp8 import SCALE_BYTES
 
+from chatcache.errors import ModelFolderError
 from chatcache.model.states import StateShape
 
 
@@ -161,6 +162,18 @@ class Geometry:
     def state_bytes(self) -> int:
         """Return the bytes of one state."""
         return sum(shape.num_bytes for shape in self.state_shapes)
+
+    def with_kv_cache_dtype(self, name: str) -> Geometry:
+        """Return the same network with pages of a `kv_cache_dtype`, auto | fp8.
+
+        Raises: ModelFolderError for latent attention, which has no FP8 pages.
+        """
+        if name == "auto":
+            return self
+        if any(store.kv.rank is not None for store in self.stores):
+            reason = "does not work with latent attention, whose pages hold no heads"
+            raise ModelFolderError(f"kv_cache_dtype {name!r} {reason}; choose auto")
+        return replace(self, kv_dtype=FP8)
 
     @property
     def page_dtype(self) -> torch.dtype:

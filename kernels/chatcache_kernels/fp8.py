@@ -92,7 +92,7 @@ def quantise_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_vectors(x: Tensor) -> Tensor:
-    """Quantise vectors, and append its scale to each. Shapes: x [..., width] -> [..., width + SCALE_BYTES] uint8."""
+    """Quantise vectors and append its scale to each. Shapes: x [..., width] -> [..., width + SCALE_BYTES] uint8."""
     numbers, scales = quantise_rows(x.reshape(-1, x.shape[-1]), x.shape[-1])
     return torch.cat((numbers.view(torch.uint8), scales.view(torch.uint8)), -1).view(*x.shape[:-1], -1)
 

@@ -9,16 +9,10 @@ from chatcache_kernels.fp8 import DTYPE, LARGEST, Fp8Weight
 from chatcache_kernels.triton import fp8 as kernels
 from torch import Tensor
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "fresh_random")
+pytestmark = pytest.mark.usefixtures("needs_fp8", "poisoned_memory", "fresh_random")
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7}
 SHAPES = [(64, 96), (80, 208), (128, 1024)]
-
-
-@pytest.fixture(autouse=True)
-def _needs_fp8(triton_device: str) -> None:
-    if triton_device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs compute capability 8.9")
 
 
 def make_weight(num_outputs: int, num_inputs: int, device: str, block: int | None = None) -> Fp8Weight:

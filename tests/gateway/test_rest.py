@@ -66,6 +66,12 @@ def test_route_of_a_wrong_base_url_is_explained(server: Server, path: str, is_wr
     assert ("the base URL of OpenAI's clients ends in /v1" in str(answer)) == is_wrong_base
 
 
+def test_wrong_base_url_is_explained_behind_a_root_path(tmp_path: Path) -> None:
+    with Server(ServerConfig(db=str(tmp_path / "chat.db"), root_path="/ai")) as server:
+        answer = server.request("POST", "/responses", {})[2]  # the proxy strips the prefix
+    assert "the base URL of OpenAI's clients ends in /v1" in answer["error"]["message"]
+
+
 def test_tokenize_then_detokenize_returns_the_text(server: Server) -> None:
     text = "Hello, naïve 你好 🎉"
     answer = server.post("/tokenize", prompt=text, add_special_tokens=False, return_token_strs=True)[2]

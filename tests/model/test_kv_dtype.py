@@ -50,6 +50,17 @@ def test_logits_over_fp8_pages_of_triton_are_close_to_reference(name: str, sampl
     assert distance(logprobs(runner, PROMPTS), logprobs(expected, PROMPTS)) < (2e-3 if CPU == KERNELS else 2e-2)
 
 
+@pytest.mark.slow
+def test_deterministic_model_over_fp8_pages_does_not_depend_on_chunks(sample_of: Get, load: Load) -> None:
+    """Logits are equal to the bit; loading has also compared batches, chunks and single tokens."""
+    if CPU != KERNELS and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
+    runner = load(sample_of("qwen3").folder, kv_cache_dtype="fp8", deterministic=True, **TRITON)
+    together = logprobs(runner, PROMPTS)
+    alone = torch.cat([logprobs(runner, [prompt]) for prompt in PROMPTS])
+    assert torch.equal(together, alone)
+
+
 def test_fp8_pages_take_a_byte_per_number_and_have_another_digest(sample_of: Get, load: Load) -> None:
     folder = sample_of("llama").folder
     runner, plain = load(folder, kv_cache_dtype="fp8"), load(folder)

@@ -25,7 +25,7 @@ import torch
 
 from chatcache.config import EngineConfig, format_size
 from chatcache.errors import ModelFolderError
-from chatcache.model.attention import AttentionBackend, Network, allocate_stores, choose_backend, choose_kv_dtype
+from chatcache.model.attention import AttentionBackend, Network, allocate_stores, check_kv_cache_dtype, choose_backend
 from chatcache.model.batch_invariant import (
     BatchInvariantLinearFactory,
     TokenByToken,
@@ -196,6 +196,7 @@ def _load(
     dtype = choose_dtype(config.dtype, device)
     check_quantization(config.quantization, device)
     backend, kernels = choose_backend(config.attention_backend, device, deterministic=config.deterministic)
+    check_kv_cache_dtype(config.kv_cache_dtype, backend, device)
     fp8 = read_fp8_format(raw, where) if is_native(raw, where) else None  # transformers' models are dequantised
     problem = fp8_problem(backend, device, dtype, deterministic=config.deterministic)
     quantization = choose_quantization(config.quantization, problem, is_fp8=fp8 is not None)
@@ -213,8 +214,8 @@ def _load(
     network, max_model_len = _load_network(
         config, folder, raw, weights, dtype, device, make_linear, kernels, report, group
     )
-    geometry = choose_kv_dtype(network.geometry, config.kv_cache_dtype, backend)
-    if not isinstance(network, TokenByToken):  # which runs on CPUs
+    geometry = network.geometry.with_kv_cache_dtype(config.kv_cache_dtype)
+    if not isinstance(network, TokenByToken):  # it runs on CPUs, without FP8 pages
         network.geometry = geometry
     vocab_size = geometry.vocab_size
     if async_launch is None:
