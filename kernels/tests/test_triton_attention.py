@@ -101,10 +101,11 @@ class CaseBuilder:
         tables: Tensor | None = None,
         *,
         fp8_pages: bool = False,
+        value_factor: float = 1.0,
     ) -> Case:
         """Build rows of (cached tokens, new tokens), in shuffled pages or those of `tables`.
 
-        All other pages are NaN.
+        All other pages are NaN. Values are of the size of `value_factor`.
         """
         noise = torch.Generator().manual_seed(seed)
         if tables is None:
@@ -118,7 +119,7 @@ class CaseBuilder:
         starts, news = (torch.tensor([row[i] for row in rows], dtype=torch.int32) for i in (0, 1))
         whole = AttentionBatch.build(tables, torch.zeros_like(starts), starts + news, page_size)
         k, v = torch.randn(2, whole.slots.numel(), kv_heads, head_dim, generator=noise).to(dtype).unbind(0)
-        reference.write_pages(plain, 1, k, v, whole.slots)
+        reference.write_pages(plain, 1, k, v * value_factor, whole.slots)
         batch = AttentionBatch.build(tables, starts, news, page_size)
         work = plan_work(tables.numpy(), starts.numpy(), news.numpy(), page_size, heads // kv_heads)
         q = torch.randn(batch.slots.numel(), heads, head_dim, generator=noise).to(dtype)
@@ -246,6 +247,18 @@ def test_attention_over_fp8_pages_equals_reference(
     """The oracle attends to the dequantised keys and values."""
     case = build([(57, 1), (30, 20), (0, 1), (600, 1)], 4, 2, head_dim, page_size, dtype, fp8_pages=True)
     case.check(0.1, sinks=torch.randn(4).to(case.q.device), **options)
+
+
+@pytest.mark.usefixtures("needs_fp8")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value_factor", [1e-3, 1e3])
+def test_attention_over_small_and_large_fp8_values_equals_reference(
+    build: CaseBuilder, value_factor: float, dtype: torch.dtype
+) -> None:
+    """Products of weights and scales stay in the range of float16."""
+    case = build([(57, 1), (600, 1)], 4, 2, dtype=dtype, fp8_pages=True, value_factor=value_factor)
+    got, expected = triton.paged_attention(case.q, case.paged, 1, case.batch, 0.1), case.expected(0.1)
+    assert float((got - expected).norm() / expected.norm()) < 2**-8
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 from chatcache_kernels import fp8
 from chatcache_kernels.fp8 import DTYPE, LARGEST, Fp8Weight
 from chatcache_kernels.triton import fp8 as kernels
+from chatcache_kernels.triton.configs import Chip
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("needs_fp8", "poisoned_memory", "fresh_random")
@@ -93,7 +94,7 @@ def test_multiply_few_rows_equals_reference(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [None, 128])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
-@pytest.mark.parametrize("num_rows", [1, 70])
+@pytest.mark.parametrize("num_rows", [1, 70, pytest.param(257, marks=pytest.mark.gpu)])
 def test_multiply_equals_reference(
     num_rows: int, num_outputs: int, num_inputs: int, block: int | None, dtype: torch.dtype, triton_device: str
 ) -> None:
@@ -102,6 +103,18 @@ def test_multiply_equals_reference(
     x = torch.randn(num_rows, num_inputs, device=triton_device).to(dtype)
     bias = torch.randn(num_outputs, device=triton_device).to(dtype) if block else None
     assert_close(kernels.multiply(x, weight, bias), fp8.multiply(x, weight, bias))
+
+
+def test_cublas_multiplies_whole_blocks_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    blocks = make_weight(256, 384, "cpu", 128)
+    assert kernels._cublas_has_blocks(blocks, Chip(9, 132))
+    assert not kernels._cublas_has_blocks(blocks, Chip(10, 132))
+    assert not kernels._cublas_has_blocks(make_weight(80, 384, "cpu", 128), Chip(9, 132))
+    assert not kernels._cublas_has_blocks(make_weight(256, 208, "cpu", 128), Chip(9, 132))
+    assert not kernels._cublas_has_blocks(make_weight(256, 384, "cpu", None), Chip(9, 132))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert not kernels._cublas_has_blocks(blocks, Chip(9, 132))
 
 
 def test_choose_split_covers_the_inputs_with_enough_programs() -> None:

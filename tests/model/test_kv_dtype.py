@@ -77,7 +77,7 @@ def test_fp8_pages_take_a_byte_per_number_and_have_another_digest(sample_of: Get
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("llama", {"attention_backend": "cpu"}, "'fp8' is for GPUs"),
+        ("llama", {"attention_backend": "cpu", "device": "cpu"}, "'fp8' is for GPUs"),
         ("llama", {"kv_cache_dtype": "int4"}, "'int4' is not supported; choose auto or fp8"),
         ("deepseek-v3", {}, "does not work with latent attention"),
     ],

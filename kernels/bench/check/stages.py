@@ -69,7 +69,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage("studies qwen3-0.6b", "studies.run", 60, ("qwen3-0.6b",)),
         Stage("planning", "planning.run", 20),
         Stage("peer qwen3-0.6b", "offline.run_transformers", 70, ("qwen3-0.6b",)),
-        Stage("offline llama3-8b", "offline.run", 75, ("llama3-8b",)),
+        Stage("offline llama3-8b", "offline.run", 100, ("llama3-8b",)),
     ),
     "cpu": (
         Stage("tests", "run_tests.run", 400),

@@ -52,6 +52,11 @@ def _tanh(x):  # type: ignore[no-untyped-def]
     return 1.0 - 2.0 / (1.0 + tl.exp2(tl.minimum(x, 20.0) * 2.8853900817779268))
 
 
+VALUE_UNIT = tl.constexpr(256.0)
+"""Factor of the weights of FP8 values: with their scales they would leave the range of float16 downwards, and with this
+factor only values beyond 100,000 would leave it upwards."""
+
+
 @triton.jit
 def attend_key_tiles(  # type: ignore[no-untyped-def]
     acc,
@@ -82,8 +87,8 @@ def attend_key_tiles(  # type: ignore[no-untyped-def]
 
     `scale` turns products into exponents of 2 or, if HAS_SOFTCAP, into arguments of tanh, and `cap` those into
     exponents of 2; `row_max` is the largest score before that last factor. Unless MASKED, every query must see every
-    key and BLOCK_N must divide their number. FP8 keys and values are multiplied in the type of the queries; a key's
-    scale multiplies its scores, a value's scale its weights.
+    key and BLOCK_N must divide their number. FP8 keys and values are multiplied in the type of the queries, which is
+    not bfloat16; a key's scale multiplies its scores, a value's scale times VALUE_UNIT its weights.
 
     Keys past the end are read as the last key again, so slots that were never written are not multiplied. The page
     numbers of a tile are loaded while the tile before is computed: the pipeliner then sees no loads that depend on
@@ -137,7 +142,7 @@ def attend_key_tiles(  # type: ignore[no-untyped-def]
         else:
             row_sum = row_sum * decay + tl.sum(weight, 1)
         if FP8:
-            weight *= value_scale[None, :]
+            weight *= (value_scale * VALUE_UNIT)[None, :]
         acc = dot(round_to(weight, values.dtype), values, acc * decay[:, None])
         row_max = new_max
     return acc, row_sum, row_max
@@ -314,9 +319,12 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     `types.WorkList`.
     UNMASKED_LOOP: tiles that every member sees whole have a loop of their own without masks, for items of many tiles.
     FIXED_TILES: the first tile in the window begins at a multiple of BLOCK_N, whatever tokens the item has.
+    FP8 pages are multiplied in float16, as Hopper converts FP8 to it in a quarter of the instructions that bfloat16
+    takes; it is also the more precise of the two.
     """
     HEADS: tl.constexpr = GROUP * KV_HEADS
     PAGE_STRIDE: tl.constexpr = KV_HEADS * HEAD_STRIDE
+    FP8: tl.constexpr = k.dtype.element_ty == tl.float8e4nv
     column = tl.arange(0, WIDTH)
     first_page = layer.to(tl.int64) * layer_stride
     num_work_ids = tl.load(num_items) * (KV_HEADS * SLICES)
@@ -330,6 +338,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         used = taken[:, None] & (column < HEAD_DIM)[None, :]
         at = token.to(tl.int64) * q_token_stride + head * q_head_stride
         query = tl.load(q + at[:, None] + column[None, :], mask=used, other=0.0)
+        if FP8 and query.dtype == tl.bfloat16:
+            query = tl.clamp(query.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
 
         table = tables + tl.load(item).to(tl.int64) * table_stride
         k_head = k + first_page + kv_head * HEAD_STRIDE
@@ -363,6 +373,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
 
         if not UNMASKED_LOOP:
             row_sum = tl.sum(row_sum, 1)
+        if FP8:
+            acc *= 1 / VALUE_UNIT
         divisor = tl.where(row_sum == 0, 1.0, row_sum)
         log_sum = tl.where(row_sum == 0, -float("inf"), row_max * (cap if HAS_SOFTCAP else scale) + tl.log2(divisor))
         if ROWS > 16:  # reloaded, so that the addresses of results take no registers in the loops above

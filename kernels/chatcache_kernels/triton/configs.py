@@ -75,6 +75,7 @@ class Chip:
 
 
 H100: Final = "H100, 2026-11-26"
+H200: Final = "H200, 2026-11-27"
 MERGE: Final = MergeConfig(block_s=32, num_warps=1, programs=8, measured=H100)
 
 # Two-byte elements: head size -> configurations by height, lowest first
@@ -144,6 +145,15 @@ FP8_PAGES: Final = SMALL_SHARED_MEMORY | {
     128: (*SMALL_SHARED_MEMORY[128][:3], Config(128, 16, 8, 3, programs=8, unmasked_loop=True)),
     256: (*SMALL_SHARED_MEMORY[256][:2], Config(64, 16, 8, 2, programs=8, unmasked_loop=True)),
 }
+FP8_HOPPER: Final = FP8_PAGES | {
+    64: (Config(16, 64, 2, 3, programs=8, measured=H200), *FP8_PAGES[64][1:]),
+    128: (
+        Config(16, 64, 2, 3, programs=8, measured=H200),
+        FP8_PAGES[128][1],
+        Config(64, 64, 4, 3, programs=8, unmasked_loop=True, measured=H200),
+        Config(128, 64, 8, 3, programs=8, unmasked_loop=True, measured=H200),
+    ),
+}
 # float32 is multiplied exactly, without matrix units: for comparison, not for speed
 FLOAT32: Final = {
     64: tuple(Config(rows, 16, 8, 2, programs=2, max_registers=128) for rows in (16, 32, 64)),
@@ -184,7 +194,7 @@ def _table(chip: Chip, itemsize: int, fp8_pages: bool) -> Mapping[int, tuple[Con
     if itemsize == 4:
         return FLOAT32
     if fp8_pages:
-        return FP8_PAGES
+        return FP8_HOPPER if chip.major == 9 else FP8_PAGES
     return {9: HOPPER, 10: BLACKWELL}.get(chip.major, SMALL_SHARED_MEMORY)
 
 

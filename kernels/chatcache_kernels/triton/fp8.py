@@ -2,7 +2,8 @@
 
 Few rows read the weights only: a product converts them to the type of the activations in registers, so that there is
 nothing to quantise, and divides the inputs among programs, so that enough of them read. Many rows multiply FP8 numbers:
-`quantise_rows`, then `torch._scaled_mm` if a scale belongs to a whole output, else `block_product_kernel`.
+`quantise_rows`, then `torch._scaled_mm` if a scale belongs to a whole output, or to a block of 128 x 128 and the chip
+is a Hopper; else `block_product_kernel`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from ..fp8 import DTYPE, LARGEST, TINY, Fp8Weight
 from .attention import dot
@@ -26,6 +28,11 @@ MIN_ARCH = FP8_ARCH
 
 FEW_ROWS = 32
 """Number of rows up to which weights are converted; more are faster as FP8 products."""
+
+CUBLAS_ROWS = 256
+"""Number of rows from which the products of blocks are those of cuBLAS, which has them for Hopper since CUDA 12.9."""
+
+CUBLAS_ROW_MULTIPLE = 4  # of products of blocks
 
 FEW_OUTPUTS = 64  # of a program for few rows
 PROGRAMS_PER_MULTIPROCESSOR = 2
@@ -66,17 +73,34 @@ def quantise_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias of quantised activations, in two launches.
+    """Return x W^T + bias of quantised activations, in two launches, or with cuBLAS a few more.
 
     Shapes: x [num_tokens, in], bias [out] -> [num_tokens, out]. Numbers of inputs and outputs are multiples of 16.
     """
+    out: Tensor
+    num_rows = len(x)
+    in_cublas = num_rows >= CUBLAS_ROWS and _cublas_has_blocks(weight, get_chip(x.device))
+    if in_cublas:
+        x = functional.pad(x, (0, 0, 0, -num_rows % CUBLAS_ROW_MULTIPLE))
     numbers, scales = quantise_rows(x, weight.columns)
+    if in_cublas:
+        scales = scales.t().contiguous().t()  # those of a block of inputs are adjacent
+        out = torch._scaled_mm(numbers, weight.numbers.t(), scales, weight.scales.t(), out_dtype=x.dtype)[:num_rows]
+        return out if bias is None else out + bias
     if weight.rows == 1 and weight.columns == weight.num_inputs:
-        out: Tensor = torch._scaled_mm(
+        out = torch._scaled_mm(
             numbers, weight.numbers.t(), scales, weight.scales.t(), bias, out_dtype=x.dtype, use_fast_accum=True
         )
         return out
     return _multiply_blocks(numbers, scales, weight, bias, x.dtype)
+
+
+def _cublas_has_blocks(weight: Fp8Weight, chip: Chip) -> bool:
+    """Return whether cuBLAS multiplies with the scales of this weight."""
+    cuda = torch.version.cuda
+    if chip.major != 9 or cuda is None or tuple(map(int, cuda.split("."))) < (12, 9):
+        return False
+    return weight.rows == weight.columns == BLOCK_K and not (weight.num_outputs % TILE or weight.num_inputs % BLOCK_K)
 
 
 def _multiply_blocks(
