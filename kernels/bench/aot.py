@@ -70,7 +70,7 @@ KNOWN_SPILLS = (
         "Tiles of FP8 pages, whose numbers are converted in registers: measured faster than smaller tiles and than "
         "more warps, which do not spill.",
     ),
-    (r"sm_80 .*delta_chunk_kernel .*PRECISION=tf32 ", 32, RECURRENT),
+    (r"sm_(80|86|89) .*delta_chunk_kernel .*PRECISION=tf32 ", 32, RECURRENT),
     (r"sm_120 .*delta_chunk_kernel .*PRECISION=tf32 ", 64, RECURRENT),
     (r"sm_80 .*delta_chunk_kernel .*PRECISION=tf32x3 ", 256, RECURRENT),
     (r"sm_(86|89|90) .*delta_chunk_kernel .*PRECISION=tf32x3 ", 240, RECURRENT),
