@@ -30,6 +30,9 @@ PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
 }
+# A policy concerns documents and workers; style sheets and fonts are neither, and need not carry it in a first load.
+_RESOURCE_HEADERS = {name: PAGE_HEADERS[name] for name in ("x-content-type-options", "referrer-policy")}
+_RESOURCE_SUFFIXES = (".css", ".woff2")
 # The page shows HTML and SVG of answers in a frame with this document. It has no origin, so it reaches neither the page
 # nor its cookies and storage, and it loads nothing: what it shows is in the text. Policies
 # do not stop WebRTC and `preconnect`.
@@ -60,10 +63,12 @@ class Assets:
         self._name = name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sent = _RESOURCE_HEADERS if scope["path"].endswith(_RESOURCE_SUFFIXES) else PAGE_HEADERS
+
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers.update(PAGE_HEADERS)
+                headers.update(sent)
                 if message["status"] == 200:
                     headers["cache-control"] = "public, max-age=31536000, immutable"
             await send(message)

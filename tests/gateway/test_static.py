@@ -18,6 +18,8 @@ FILES = {
     "static/preview.html": "<title>preview</title>",
     "static/assets/main-abc.js": "2;",
     "static/assets/big-abc.js": "3;" * 2000,
+    "static/assets/main-abc.css": "a {}",
+    "static/assets/font-abc.woff2": "font",
     "static/secret.py": "no",
     "static/.hidden.js": "no",
     "outside.js": "no",
@@ -56,6 +58,15 @@ def test_page_files_have_security_headers_and_need_no_key(server: Server, folder
         headers = server.request("GET", path)[1]
         assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
         assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
+
+
+def test_style_sheets_and_fonts_carry_no_policy(server: Server, folder: Path) -> None:
+    """Policies concern documents and workers; these files only cost bytes of the first load."""
+    for name in ("main-abc.css", "font-abc.woff2") if (folder / "static").exists() else ():
+        status, headers, _ = server.request("GET", f"/assets/{name}")
+        assert status == 200 and headers["cache-control"].endswith("immutable")
+        assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
+        assert "content-security-policy" not in headers
 
 
 def test_preview_has_no_origin_and_only_the_page_may_frame_it(server: Server, folder: Path) -> None:
