@@ -8,7 +8,8 @@ requests, schedulers or models, so it is tested and measured alone. Every backen
     prepare                                                                    plan a step's attention, once a step
     paged_attention                                                            run it, once a layer
     allocate_latent_pages, write_latents, read_latents, latent_attention       the same for layers with latent attention
-    rope_write, rms_norm, add_rms_norm, gated_rms_norm, silu_mul               the other operations of a layer
+    rope_write, rms_norm, add_rms_norm, gated_rms_norm                         the other operations of a layer
+    silu_mul, gelu_mul, clamped_silu_mul                                       gated activations
     pack_experts, grouped_experts                                              mixture-of-experts layers
 
 Reading order: `types` (the data that all backends share), `reference` (plain torch, the oracle of every kernel),

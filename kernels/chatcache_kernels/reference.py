@@ -196,6 +196,26 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up, with the approximation of GELU by a hyperbolic tangent.
+
+    Shapes: as `silu_mul`. Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    steep = 2.0 * math.sqrt(2.0 / math.pi) * (gate + 0.044715 * gate**3)
+    return (gate * torch.sigmoid(steep) * up).to(gate_up.dtype)  # equal, and no small difference of large numbers
+
+
+def clamped_silu_mul(gate_up: Tensor, slope: float, limit: float) -> Tensor:
+    """Return gate * sigmoid(slope * gate) * (up + 1), gate at most `limit`, up from -`limit` to `limit` (gpt-oss).
+
+    Shapes: as `silu_mul`.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(slope * gate) * (up + 1.0)).to(gate_up.dtype)
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to the first rotary_dim dimensions of each head.
 

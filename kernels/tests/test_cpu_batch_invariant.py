@@ -122,6 +122,8 @@ def test_norms_activation_and_rope_do_not_depend_on_other_rows(dtype: torch.dtyp
         lambda rows: batch_invariant.rms_norm(x[rows], weight, 1e-5),
         lambda rows: batch_invariant.add_rms_norm(x[rows], residual[rows], weight, 1e-5)[0],
         lambda rows: batch_invariant.silu_mul(x[rows]),
+        lambda rows: batch_invariant.gelu_mul(x[rows]),
+        lambda rows: batch_invariant.clamped_silu_mul(x[rows], 1.702, 1.5),
         lambda rows: reference.rope(x[rows].view(-1, 4, 24), cos[rows], sin[rows]),
     ]
     for function in functions:

@@ -50,9 +50,11 @@ def test_rms_norm_of_sliced_heads_equals_reference() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1536), (33, 48), (7, 20), (0, 32)])
-def test_silu_mul_equals_reference(dtype: torch.dtype, rows: int, width: int) -> None:
+def test_activations_equal_reference(dtype: torch.dtype, rows: int, width: int) -> None:
     x = (torch.randn(rows, 2 * width) * 4).to(dtype)
     assert_close_cpu(cpu.silu_mul(x), reference.silu_mul(x))
+    assert_close_cpu(cpu.gelu_mul(x), reference.gelu_mul(x))
+    assert_close_cpu(cpu.clamped_silu_mul(x, 1.702, 3.0), reference.clamped_silu_mul(x, 1.702, 3.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -69,10 +71,12 @@ def test_sigmoid_mul_of_a_sliced_gate_equals_torch(dtype: torch.dtype) -> None:
     assert_close_cpu(fused.sigmoid_mul(x, gate), (x.float() * gate.float().sigmoid()).to(dtype))
 
 
-def test_silu_mul_of_extreme_gates_equals_reference() -> None:
+def test_activations_of_extreme_gates_equal_reference() -> None:
     gate = torch.tensor([-1e30, -200.0, -90.0, -1.0, 0.0, 1.0, 90.0, 1e30]).repeat(2)
     x = torch.cat((gate, torch.ones(16)))[None]
     assert_close_cpu(cpu.silu_mul(x), reference.silu_mul(x))
+    assert_close_cpu(cpu.gelu_mul(x), reference.gelu_mul(x))
+    assert_close_cpu(cpu.clamped_silu_mul(x, 1.702, 7.0), reference.clamped_silu_mul(x, 1.702, 7.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])

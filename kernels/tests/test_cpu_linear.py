@@ -129,13 +129,13 @@ def test_vnni_multiply_is_as_exact_as_bf16_inputs() -> None:
 def test_norm_and_activation_quantise_as_the_separate_kernel() -> None:
     x, weight = torch.randn(7, 192).bfloat16(), torch.rand(96).bfloat16()
     out, quantised = torch.empty(7, 96).bfloat16(), torch.empty(7, vnni.row_bytes(96), dtype=torch.uint8)
-    silu = fused._PACK_SILU.pack(0, 0, x.data_ptr(), out.data_ptr(), quantised.data_ptr(), 7, 96, 1)
+    silu = fused._PACK_ACTIVATION.pack(0, 0, x.data_ptr(), out.data_ptr(), quantised.data_ptr(), 7, 96, 1, 1.0, 0.0)
     rows = x[:, :96].contiguous()
     norm = fused._PACK_NORM.pack(
         0, 0, rows.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0, quantised.data_ptr(), 7, 96, 1, 1e-5
     )
     for launch, job, expected in (
-        (fused.silu_kernel(BFLOAT16, quantise=True), silu, fused.silu_mul(x)),
+        (fused.activation_kernel(BFLOAT16, quantise=True), silu, fused.silu_mul(x)),
         (fused.norm_kernel(BFLOAT16, quantise=True), norm, fused.rms_norm(rows, weight, 1e-5)),
     ):
         launch(job, 2)

@@ -12,6 +12,8 @@ from chatcache_kernels.fp8 import DTYPE as FP8
 from chatcache_kernels.types import OS_PAGE_BYTES, AttentionBatch, HostPages, KVPages
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 
 def naive_attention(
@@ -154,6 +156,19 @@ def test_rms_norm_equals_torch() -> None:
 def test_silu_mul_equals_torch() -> None:
     x = torch.randn(5, 48)
     torch.testing.assert_close(reference.silu_mul(x), F.silu(x[:, :24]) * x[:, 24:])
+
+
+def test_gelu_mul_equals_torch() -> None:
+    x = torch.randn(5, 48) * 4
+    torch.testing.assert_close(reference.gelu_mul(x), F.gelu(x[:, :24], approximate="tanh") * x[:, 24:])
+
+
+def test_clamped_silu_mul_equals_the_activation_of_gpt_oss() -> None:
+    """transformers stores gates and ups in turn."""
+    config = GptOssConfig(num_local_experts=1, hidden_size=8, intermediate_size=24, swiglu_limit=3.0)
+    experts, x = GptOssExperts(config), torch.randn(5, 48) * 4
+    want = experts._apply_gate(torch.stack((x[:, :24], x[:, 24:]), -1).flatten(1))
+    torch.testing.assert_close(reference.clamped_silu_mul(x, experts.alpha, 3.0), want)
 
 
 def test_rope_equals_complex_rotation() -> None:

@@ -180,7 +180,7 @@ def test_broken_cuobjdump_is_reported(tmp_path: Path) -> None:
     broken = tmp_path / "cuobjdump"
     broken.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo release 12.8, V12.8; else exit 3; fi\n')
     broken.chmod(0o755)
-    only = ("--module", "chatcache_kernels.triton.fused", "--match", "silu_mul_kernel *fp32")
+    only = ("--module", "chatcache_kernels.triton.fused", "--match", "activation_kernel *fp32 ACTIVATION=silu")
     (line,) = run_aot(90, tmp_path, *only, env={"TRITON_CUOBJDUMP_PATH": str(broken)})
     assert line["error"].startswith("RuntimeError") and "cuobjdump does not run here" in line["error"]
 

@@ -66,8 +66,10 @@ def test_rms_norm_of_sliced_heads_equals_reference(triton_device: str) -> None:
     assert_close(triton.rms_norm(qkv[:, 3:9], weight, 1e-6), reference.rms_norm(qkv[:, 3:9], weight, 1e-6))
 
 
-def test_rms_norm_returns_the_dtype_of_a_different_weight(triton_device: str) -> None:
-    x, weight = torch.randn(5, 64, device=triton_device).bfloat16(), torch.randn(64, device=triton_device)
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_rms_norm_returns_the_dtype_of_a_different_weight(kind: torch.dtype, triton_device: str) -> None:
+    """The kernel takes weights in float32; with others torch computes."""
+    x, weight = torch.randn(5, 64, device=triton_device).bfloat16(), torch.randn(64, device=triton_device).to(kind)
     assert_close(triton.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
     for got, expected in zip(
         triton.add_rms_norm(x, x, weight, 1e-6), reference.add_rms_norm(x, x, weight, 1e-6), strict=True
@@ -77,16 +79,21 @@ def test_rms_norm_returns_the_dtype_of_a_different_weight(triton_device: str) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1536), (33, 48), (7, 20), (0, 32), (2, 1100), (3, 1)])
-def test_silu_mul_equals_reference(dtype: torch.dtype, rows: int, width: int, triton_device: str) -> None:
+@pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")  # the interpreter's numpy
+def test_activations_equal_reference(dtype: torch.dtype, rows: int, width: int, triton_device: str) -> None:
     x = (torch.randn(rows, 2 * width, device=triton_device) * 4).to(dtype)
     assert_close(triton.silu_mul(x), reference.silu_mul(x))
+    assert_close(triton.gelu_mul(x), reference.gelu_mul(x))
+    assert_close(triton.clamped_silu_mul(x, 1.702, 3.0), reference.clamped_silu_mul(x, 1.702, 3.0))
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # the interpreter's numpy
-def test_silu_mul_of_extreme_gates_equals_reference(triton_device: str) -> None:
+@pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")  # the interpreter's numpy
+def test_activations_of_extreme_gates_equal_reference(triton_device: str) -> None:
     gate = torch.tensor([-1e30, -200.0, -90.0, -1.0, 0.0, 1.0, 90.0, 1e30], device=triton_device)
     x = torch.cat((gate, torch.ones_like(gate)))[None]
     assert_close(triton.silu_mul(x), reference.silu_mul(x))
+    assert_close(triton.gelu_mul(x), reference.gelu_mul(x))
+    assert_close(triton.clamped_silu_mul(x, 1.702, 7.0), reference.clamped_silu_mul(x, 1.702, 7.0))
 
 
 ROPE_TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}

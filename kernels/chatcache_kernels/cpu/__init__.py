@@ -14,7 +14,7 @@ from .attention import paged_attention
 from .attention_shared import prepare
 from .expert_layer import grouped_experts
 from .experts import pack_experts
-from .fused import add_rms_norm, gated_rms_norm, rms_norm, silu_mul
+from .fused import add_rms_norm, clamped_silu_mul, gated_rms_norm, gelu_mul, rms_norm, silu_mul
 from .latent import allocate_latent_pages, latent_attention, read_latents, write_latents
 from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out
 from .recurrent import causal_conv, gated_delta_rule, ssd_scan
@@ -25,9 +25,11 @@ __all__ = [
     "allocate_latent_pages",
     "allocate_pages",
     "causal_conv",
+    "clamped_silu_mul",
     "copy_pages",
     "gated_delta_rule",
     "gated_rms_norm",
+    "gelu_mul",
     "grouped_experts",
     "latent_attention",
     "pack_experts",

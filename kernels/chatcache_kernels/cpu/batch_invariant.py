@@ -36,9 +36,11 @@ __all__ = [
     "allocate_latent_pages",
     "allocate_pages",
     "causal_conv",
+    "clamped_silu_mul",
     "copy_pages",
     "gated_delta_rule",
     "gated_rms_norm",
+    "gelu_mul",
     "grouped_experts",
     "latent_attention",
     "pack_experts",
@@ -160,8 +162,20 @@ def rope_write(
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Apply the activation as `cpu.silu_mul` does."""
-    _require(fused.can_fuse_silu(gate_up), gate_up)
+    _require(fused.can_fuse_activation(gate_up), gate_up)
     return fused.silu_mul(gate_up)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Apply the activation as `cpu.gelu_mul` does."""
+    _require(fused.can_fuse_activation(gate_up), gate_up)
+    return fused.gelu_mul(gate_up)
+
+
+def clamped_silu_mul(gate_up: Tensor, slope: float, limit: float) -> Tensor:
+    """Apply the activation as `cpu.clamped_silu_mul` does."""
+    _require(fused.can_fuse_activation(gate_up), gate_up)
+    return fused.clamped_silu_mul(gate_up, slope, limit)
 
 
 def _require(fits: bool, x: Tensor) -> None:

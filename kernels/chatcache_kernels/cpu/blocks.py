@@ -390,8 +390,8 @@ class BlockDecoder:
 
     def _silu(self, gates: Tensor, gated: Tensor, width: int, factor: int) -> None:
         self._add(
-            fused.silu_kernel(BFLOAT16), fused.SILU_JOB, "num_rows", factor, gate_up=gates, out=gated, width=width,
-            rows_per_item=1,
+            fused.activation_kernel(BFLOAT16), fused.ACTIVATION_JOB, "num_rows", factor, gate_up=gates, out=gated,
+            width=width, rows_per_item=1,
         )  # fmt: skip
 
     def _experts(self, w: ExpertsWeights) -> None:

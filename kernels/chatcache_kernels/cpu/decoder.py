@@ -209,8 +209,9 @@ class MegakernelDecoder:
         for name in ("residual", "total"):
             norm.records[name][-2:] = b.x_drawn.data_ptr()
         silu = KernelCalls(
-            fused.silu_kernel(BFLOAT16, quantises), fused.SILU_JOB, count, gate_up=b.gates.data_ptr(),
-            out=b.gated.data_ptr(), quantised=b.quantised.data_ptr(), width=b.gated.shape[1], rows_per_item=1,
+            fused.activation_kernel(BFLOAT16, quantise=quantises), fused.ACTIVATION_JOB, count,
+            gate_up=b.gates.data_ptr(), out=b.gated.data_ptr(), quantised=b.quantised.data_ptr(),
+            width=b.gated.shape[1], rows_per_item=1,
         )  # fmt: skip
         quantise = KernelCalls(
             vnni.quantise_kernel(), vnni.QUANTISE_JOB, count, x=b.mixed.data_ptr(), out=b.quantised.data_ptr(),

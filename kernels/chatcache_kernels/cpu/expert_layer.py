@@ -20,7 +20,7 @@ from ..experts import Activation, ExpertWeights
 from . import experts
 from .bf16 import has_amx, has_avx512_bf16, tile_release
 from .experts import JOB_BYTES, PANEL_SCRATCH_BYTES, TILE_JOB, group_configs, multiply_panel, void_pointer
-from .fused import silu_mul, silu_row
+from .fused import SILU, activate_row, silu_mul
 from .launch import Launch, compile_kernel, define_job, helper
 from .matmul import PANEL
 from .simd import BFLOAT16, FLOAT32, INT64, KINDS, fetch_add, load, pointer, store, zeros
@@ -121,7 +121,7 @@ def layer_kernel(tiled: bool, native: bool) -> Launch:
             for panel in range(2 * job.width // PANEL):
                 configured = multiply_panel(tiled, native, mine, panel, sums, job.configs, configured)
             for row in range(end - first):
-                silu_row(native, pointer(BFLOAT16, out), pointer(BFLOAT16, hidden), row, job.width)
+                activate_row(native, SILU, 1.0, 0.0, pointer(BFLOAT16, out), pointer(BFLOAT16, hidden), row, job.width)
             mine.x, mine.num_inputs, mine.num_outputs = hidden, job.width, job.num_outputs
             mine.weight = job.down + expert * job.down_bytes
             mine.bias = job.down_bias + 2 * expert * job.num_outputs if job.down_bias != 0 else 0

@@ -1,4 +1,4 @@
-"""RMSNorm and the gated activation, in one pass each.
+"""RMSNorm and the gated activations, in one pass each.
 
 In a decode step these would be several tiny torch calls per layer, where calling costs more than computing. Widths that
 no register divides, and mixed dtypes, use the plain torch path of `reference`.
@@ -6,6 +6,7 @@ no register divides, and mixed dtypes, use the plain torch path of `reference`.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,7 @@ from .simd import (
     fetch_add,
     fma,
     load,
+    maximum,
     minimum,
     mul,
     pointer,
@@ -42,8 +44,15 @@ LANES = 16
 NORM_JOB, _PACK_NORM = define_job("x residual weight out total quantised num_rows width rows_per_item", "eps")
 GATED_NORM_JOB, _PACK_GATED_NORM = define_job("x gate weight out num_rows width heads gate_stride rows_per_item", "eps")
 GATE_JOB, _PACK_GATE = define_job("x gate out num_rows width gate_stride")
-SILU_JOB, _PACK_SILU = define_job("gate_up out quantised num_rows width rows_per_item")
-"""`quantised`: address of the rows of `out` quantised for `vnni`; used only by kernels made with `quantise`."""
+ACTIVATION_JOB, _PACK_ACTIVATION = define_job("gate_up out quantised num_rows width rows_per_item", "slope limit")
+"""`quantised`: address of the rows of `out` quantised for `vnni`; used only by kernels made with `quantise`.
+
+`slope`, `limit`: of CLAMPED_SILU.
+"""
+
+SILU, GELU, CLAMPED_SILU = range(3)
+GELU_SLOPE, GELU_CUBE = 2.0 * math.sqrt(2.0 / math.pi), 0.044715
+"""gelu(x), approximated by a hyperbolic tangent, is x * sigmoid(GELU_SLOPE * (x + GELU_CUBE * x^3))."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -105,13 +114,32 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
     Shapes: gate_up [num_tokens, 2 * intermediate], gate first -> [num_tokens, intermediate].
     """
+    return _activate(gate_up, SILU) if can_fuse_activation(gate_up) else reference.silu_mul(gate_up)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up, with the approximation of GELU by a hyperbolic tangent. Shapes: as `silu_mul`."""
+    return _activate(gate_up, GELU) if can_fuse_activation(gate_up) else reference.gelu_mul(gate_up)
+
+
+def clamped_silu_mul(gate_up: Tensor, slope: float, limit: float) -> Tensor:
+    """Return gate * sigmoid(slope * gate) * (up + 1), gate at most `limit`, up from -`limit` to `limit` (gpt-oss).
+
+    Shapes: as `silu_mul`.
+    """
+    if not can_fuse_activation(gate_up):
+        return reference.clamped_silu_mul(gate_up, slope, limit)
+    return _activate(gate_up, CLAMPED_SILU, slope, limit)
+
+
+def _activate(gate_up: Tensor, activation: int, slope: float = 1.0, limit: float = 0.0) -> Tensor:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    if not can_fuse_silu(gate_up):
-        return reference.silu_mul(gate_up)
     gate_up = gate_up.contiguous()
     out = torch.empty(num_rows, width, dtype=gate_up.dtype)
-    job = _PACK_SILU.pack(0, 0, gate_up.data_ptr(), out.data_ptr(), 0, num_rows, width, rows_per_item(num_rows))
-    silu_kernel(KINDS[gate_up.dtype])(job, choose_num_threads(gate_up.numel()))
+    job = _PACK_ACTIVATION.pack(
+        0, 0, gate_up.data_ptr(), out.data_ptr(), 0, num_rows, width, rows_per_item(num_rows), slope, limit
+    )
+    activation_kernel(KINDS[gate_up.dtype], activation)(job, choose_num_threads(gate_up.numel()))
     return out
 
 
@@ -121,7 +149,7 @@ def can_fuse_norm(x: Tensor, weight: Tensor) -> bool:
     return x.shape[-1] % LANES == 0 and x.dtype in KINDS and has_type and weight.is_contiguous()
 
 
-def can_fuse_silu(gate_up: Tensor) -> bool:
+def can_fuse_activation(gate_up: Tensor) -> bool:
     """Return whether the kernel supports an activation; otherwise torch computes it."""
     return gate_up.shape[1] % (2 * LANES) == 0 and gate_up.dtype in KINDS
 
@@ -235,18 +263,32 @@ def gate_kernel(kind: int) -> Launch:
 
 
 @helper
-def silu_row(coarse: bool, gate_up: Any, out: Any, row: int, width: int) -> None:
-    """Write silu(gate) * up of one row.
+def activate_row(
+    coarse: bool, activation: int, slope: float, limit: float, gate_up: Any, out: Any, row: int, width: int
+) -> None:
+    """Write the activation of one row.
 
     `coarse` (a literal): use approximations within bf16 precision, in half the time.
+    `activation` (a literal): SILU, GELU or CLAMPED_SILU, of which `slope` and `limit` are.
     Shapes: gate_up [rows, 2 * width], gate first; out [rows, width].
     """
     zero = zeros(LANES)
-    one, minus_log2e = splat(zero, np.float32(1.0)), splat(zero, np.float32(-LOG2E))
-    most = splat(zero, np.float32(126.0))
+    one, most = splat(zero, np.float32(1.0)), splat(zero, np.float32(126.0))
+    minus_log2e, cube = splat(zero, np.float32(-LOG2E)), zero
+    if activation == GELU:
+        minus_log2e, cube = splat(zero, np.float32(-LOG2E * GELU_SLOPE)), splat(zero, np.float32(GELU_CUBE))
+    high, low = zero, zero
+    if activation == CLAMPED_SILU:
+        minus_log2e = splat(zero, np.float32(-LOG2E * slope))
+        high, low = splat(zero, np.float32(limit)), splat(zero, np.float32(-limit))
     for i in range(0, width, LANES):
         gate, up = load(zero, gate_up, 2 * row * width + i), load(zero, gate_up, (2 * row + 1) * width + i)
-        power = minimum(mul(gate, minus_log2e), most)
+        if activation == CLAMPED_SILU:
+            gate, up = minimum(gate, high), add(minimum(maximum(up, low), high), one)
+        power = mul(gate, minus_log2e)
+        if activation == GELU:
+            power = mul(power, fma(mul(gate, gate), cube, one))
+        power = minimum(power, most)
         if coarse:
             value = mul(mul(gate, reciprocal_approx(add(one, exp2_approx(power)))), up)
         else:
@@ -254,28 +296,28 @@ def silu_row(coarse: bool, gate_up: Any, out: Any, row: int, width: int) -> None
         store(out, row * width + i, value)
 
 
-def silu_kernel(kind: int, quantise: bool = False) -> Launch:
-    """Return the launcher of the gated SiLU kernel. Its argument record is a SILU_JOB.
+def activation_kernel(kind: int, activation: int = SILU, *, quantise: bool = False) -> Launch:
+    """Return the launcher of the kernel of a gated activation. Its argument record is an ACTIVATION_JOB.
 
     `quantise`: also quantise the bf16 result.
     """
-    return _silu_kernel(kind, kind == BFLOAT16 and has_avx512_bf16(), quantise)
+    return _activation_kernel(kind, activation, kind == BFLOAT16 and has_avx512_bf16(), quantise)
 
 
 @cache
-def _silu_kernel(kind: int, coarse: bool, quantise: bool) -> Launch:
-    """Return the launcher of the gated SiLU kernel for one element type.
+def _activation_kernel(kind: int, activation: int, coarse: bool, quantise: bool) -> Launch:
+    """Return the launcher of an activation for one element type.
 
-    `coarse`: as in `silu_row`.
+    `coarse`: as in `activate_row`.
     """
 
     def kernel(address: Any) -> None:
-        job = carray(address, 1, SILU_JOB)[0]
+        job = carray(address, 1, ACTIVATION_JOB)[0]
         width = job.width
         gate_up, out = pointer(kind, job.gate_up), pointer(kind, job.out)
         row = fetch_add(address, 0, job.rows_per_item)
         while row < job.num_rows:
-            silu_row(coarse, gate_up, out, row, width)
+            activate_row(coarse, activation, job.slope, job.limit, gate_up, out, row, width)
             if quantise:
                 quantise_row(job.out, row, width, job.quantised)
             row += 1

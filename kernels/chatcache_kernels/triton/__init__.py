@@ -16,7 +16,7 @@ from ..reference import gated_rms_norm
 from ..work_list import plan_work
 from .attention import paged_attention
 from .experts import grouped_experts, pack_experts
-from .fused import add_rms_norm, rms_norm, silu_mul
+from .fused import add_rms_norm, clamped_silu_mul, gelu_mul, rms_norm, silu_mul
 from .latent import allocate_latent_pages, latent_attention, read_latents, write_latents
 from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out, write_pages
 from .recurrent import causal_conv, gated_delta_rule, ssd_scan
@@ -29,9 +29,11 @@ __all__ = [
     "allocate_latent_pages",
     "allocate_pages",
     "causal_conv",
+    "clamped_silu_mul",
     "copy_pages",
     "gated_delta_rule",
     "gated_rms_norm",
+    "gelu_mul",
     "grouped_experts",
     "latent_attention",
     "pack_experts",

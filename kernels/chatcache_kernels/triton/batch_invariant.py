@@ -17,6 +17,7 @@ It has the operations of models that run in the native decoder.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..types import AttentionBatch, HeadNorms, KVPages
@@ -27,7 +28,9 @@ from .pages import allocate_pages, copy_pages, read_pages, swap_in, swap_out, wr
 __all__ = [
     "add_rms_norm",
     "allocate_pages",
+    "clamped_silu_mul",
     "copy_pages",
+    "gelu_mul",
     "paged_attention",
     "prepare",
     "read_pages",
@@ -64,19 +67,29 @@ def paged_attention(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise as `triton.rms_norm` does."""
-    _require_one_dtype(x, weight)
+    _require_dtypes(weight, x)
     return fused.rms_norm(_align(x), weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add and normalise as `triton.add_rms_norm` does."""
-    _require_one_dtype(x, residual, weight)
+    _require_dtypes(weight, x, residual)
     return fused.add_rms_norm(_align(x), _align(residual), weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Apply the activation as `triton.silu_mul` does."""
     return fused.silu_mul(_align(gate_up))
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Apply the activation as `triton.gelu_mul` does."""
+    return fused.gelu_mul(_align(gate_up))
+
+
+def clamped_silu_mul(gate_up: Tensor, slope: float, limit: float) -> Tensor:
+    """Apply the activation as `triton.clamped_silu_mul` does."""
+    return fused.clamped_silu_mul(_align(gate_up), slope, limit)
 
 
 def rope_write(
@@ -92,7 +105,8 @@ def rope_write(
 ) -> Tensor:
     """Normalise, rotate and store as `triton.rope_write` does."""
     if norms is not None:
-        _require_one_dtype(q, k, norms.q, norms.k)
+        _require_dtypes(norms.q, q, k)
+        _require_dtypes(norms.k, q, k)
     return rope.rope_write(_align(q), _align(k), _align(v), cos, sin, pages, layer, slots, norms)
 
 
@@ -101,7 +115,12 @@ def _align(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % ALIGNMENT_BYTES else x
 
 
-def _require_one_dtype(*tensors: Tensor) -> None:
-    """Raise ValueError for tensors of several dtypes: their norms would be torch's, which depend on the batch."""
-    if len({tensor.dtype for tensor in tensors}) > 1:
-        raise ValueError(f"norms of numbers of {', '.join(str(tensor.dtype) for tensor in tensors)}: must be one dtype")
+def _require_dtypes(weight: Tensor, *rows: Tensor) -> None:
+    """Raise ValueError for rows of several dtypes, or a weight of another one that is not float32.
+
+    Their norms would be torch's, which depend on the batch.
+    """
+    dtype = rows[0].dtype
+    if any(row.dtype != dtype for row in rows) or weight.dtype not in (dtype, torch.float32):
+        names = ", ".join(str(tensor.dtype) for tensor in (*rows, weight))
+        raise ValueError(f"norms of numbers of {names}: must be one dtype, or weights in float32")

@@ -41,7 +41,7 @@ def rope_write(
     Shapes: q [num_tokens, num_heads, head_dim], k, v [num_tokens, num_kv_heads, head_dim] (any strides over tokens and
     heads), cos, sin [num_tokens, rotary_dim / 2], slots [num_tokens] -> [num_tokens, num_heads, head_dim].
     """
-    if norms is not None and not norms.q.dtype == norms.k.dtype == q.dtype == k.dtype:
+    if norms is not None and not (q.dtype == k.dtype and norms.q.dtype == norms.k.dtype in (q.dtype, torch.float32)):
         q, k, norms = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps), None
     num_tokens, num_heads, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -86,6 +86,9 @@ def variants(arch: int) -> Iterator[Variant]:
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         norms = HeadNorms(weight, weight, 1e-6) if norm else None
         yield from trace_variants(partial(rope_write, q, k, v, angles, angles, pages, 1, slots, norms), wide=dim < 256)
+        if norm and dtype == torch.bfloat16:  # Gemma, whose weights are 1 plus those of the checkpoint
+            norms = HeadNorms(weight.float(), weight.float(), 1e-6)
+            yield from trace_variants(partial(rope_write, q, k, v, angles, angles, pages, 1, slots, norms))
 
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["slots"])
