@@ -213,6 +213,9 @@ class AttentionStep:
         layer: int,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        *,
         norms: HeadNorms | None = None,
     ) -> Tensor:
         """Normalise heads if asked, apply the rotary embedding, and attend as `attend` of a layer with its own KV.
@@ -222,7 +225,7 @@ class AttentionStep:
         place = self._place(layer)
         pages, batch = cast(KVPages, self.stores[place.store]), self.batches[place.form]
         q = self.kernels.rope_write(q, k, v, cos, sin, pages, place.index, batch.slots, norms)
-        return self.kernels.paged_attention(q, pages, place.index, batch, scale, window)
+        return self.kernels.paged_attention(q, pages, place.index, batch, scale, window, softcap, sinks)
 
     def latent_place(self, layer: int) -> tuple[LatentPages, int, AttentionBatch]:
         """Return the store, the index in that store, and the batch of a layer with latent attention."""

@@ -16,13 +16,13 @@ from tests.model.families import FAMILIES, RECURRENT, save_random
 
 
 @pytest.mark.parametrize(
-    ("name", "num_norms", "num_mlps"), [("qwen3", 13, 3), ("qwen3-5", 11, 4), ("gemma2", 13, 0), ("opt", 0, 0)]
+    ("name", "num_norms", "num_mlps"), [("qwen3", 13, 3), ("qwen3-5", 11, 4), ("gemma2", 13, 3), ("opt", 0, 0)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_modules_are_replaced_where_the_kernels_agree(
     name: str, num_norms: int, num_mlps: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Qwen3.5 and Gemma add 1 to the weights of their norms; Gemma's MLP has another activation, OPT neither."""
+    """Qwen3.5 and Gemma add 1 to the weights of their norms; Gemma's MLP has GELU; OPT has neither."""
     save_random({**FAMILIES, **RECURRENT}[name].config(), tmp_path)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
     ids = torch.arange(12)[None]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from chatcache_kernels.types import HeadNorms
 from torch import Tensor, nn
 
 from chatcache.errors import ModelFolderError
@@ -17,6 +18,9 @@ from chatcache.model.geometry import AttentionLayer, KVShape
 from chatcache.model.transformers.latent import LatentAttention
 
 ATTENTION_NAME = "chatcache_paged"
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of the rotary embedding, [T, rotary_dim / 2]."""
 
 
 @dataclass(slots=True)
@@ -38,6 +42,11 @@ class Probe:
         self.layers[layer] = AttentionLayer(q.shape[1], KVShape(k.shape[1], k.shape[2]), kv_layer=source)
         return q
 
+    def rope_attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *others: Any, norms: HeadNorms | None = None
+    ) -> Tensor:
+        return self.attend(q, k, v, *others)
+
     def attend_latents(self, layer: int, latent: LatentAttention, q: Tensor, latents: Tensor) -> Tensor:
         if layer in self.layers:
             self.reason = f"layer {layer} attends twice"
@@ -55,6 +64,14 @@ class Pass:
     step: AttentionStep | Probe
     positions: Tensor
     windows: Mapping[int, int]
+    _angles: dict[tuple[str, int], tuple[Any, Angles]] = field(default_factory=dict)
+
+    def angles(self, form: str, given: Any, prepare: Callable[[Any], Angles]) -> Angles:
+        """Return `prepare(given)`, computed once a pass for each `given` and form: most layers share theirs."""
+        found = self._angles.get((form, id(given[0])))
+        if found is None:
+            found = self._angles[form, id(given[0])] = given, prepare(given)
+        return found[1]
 
 
 _PASS: ContextVar[Pass] = ContextVar("pass")  # not all families hand keyword arguments on to attention
@@ -70,8 +87,13 @@ def attending(current: Pass) -> Iterator[None]:
         _PASS.reset(token)
 
 
+def current_pass() -> Pass:
+    """Return the pass that runs in this thread."""
+    return _PASS.get()
+
+
 def current_step() -> AttentionStep | Probe:
-    """Return the step of the pass that runs in this thread."""
+    """Return the step of that pass."""
     return _PASS.get().step
 
 

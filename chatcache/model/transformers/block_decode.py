@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from chatcache_kernels.types import HeadNorms, KVPages
+from chatcache_kernels.types import KVPages
 from torch import Tensor
 
 from chatcache.model.attention import AttentionStep
@@ -108,9 +108,12 @@ def _panels(layer: Any) -> PackedLinear:
 def _attention(mixer: Any) -> AttentionWeights:
     from chatcache_kernels.cpu.blocks import AttentionWeights
 
-    norms = HeadNorms(mixer.q_norm.weight, mixer.k_norm.weight, mixer.q_norm.eps)
+    if mixer.head_norms is None or mixer.v_norm is not None or mixer.rotation == "none":
+        raise NoPanelsError
+    if mixer.softcap is not None or mixer.sinks is not None:
+        raise NoPanelsError
     qkv, out = _panels(mixer.qkv_proj), _panels(mixer.o_proj)
-    return AttentionWeights(qkv, out, norms, mixer.num_heads, mixer.scale, mixer.window)
+    return AttentionWeights(qkv, out, mixer.head_norms, mixer.num_heads, mixer.scale, mixer.window)
 
 
 def _delta(mixer: GatedDeltaNet) -> DeltaWeights:
@@ -124,8 +127,11 @@ def _delta(mixer: GatedDeltaNet) -> DeltaWeights:
 
 
 def _mlp(mlp: Any) -> MLPWeights:
+    from chatcache_kernels import cpu
     from chatcache_kernels.cpu.blocks import MLPWeights
 
+    if mlp.activate is not cpu.silu_mul:
+        raise NoPanelsError
     return MLPWeights(_panels(mlp.gate_up_proj), _panels(mlp.down_proj))
 
 

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from chatcache_kernels.types import HeadNorms
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -27,60 +26,12 @@ from chatcache.model.linear import LinearFactory, PanelLinearFactory
 from chatcache.model.transformers.attention import Probe, current_step
 from chatcache.model.transformers.block_decode import BlockDecode
 from chatcache.model.transformers.experts import GroupedExperts
-from chatcache.model.transformers.modules import PROBES, FusedMLP, FusedNorm
+from chatcache.model.transformers.joined_attention import JoinedAttention
+from chatcache.model.transformers.modules import PROBES, FusedMLP, FusedNorm, UnknownFormError
 from chatcache.model.transformers.recurrent import Mixer
 
 BASES = ("Qwen3MoeModel", "Qwen3NextModel", "Qwen3_5TextModel", "Qwen3_5MoeTextModel")
 ROPES = ("default", "linear", "yarn", "llama3")  # whose frequencies do not depend on the length of the context
-
-
-class UnknownFormError(Exception):
-    """A module that a `BlockStack` cannot take over."""
-
-
-class JoinedAttention(nn.Module):
-    """Attention whose projections are one: queries, keys, values and, in some families, gates of the outputs."""
-
-    def __init__(self, source: Any) -> None:
-        """Take over the weights of a module of transformers. Raises: UnknownFormError."""
-        super().__init__()
-        self.layer_idx, self.scale = int(source.layer_idx), float(source.scaling)
-        self.head_dim, self.o_proj = int(source.head_dim), source.o_proj
-        self.window = getattr(source, "sliding_window", None)
-        q, k, v = source.q_proj, source.k_proj, source.v_proj
-        width, kv_width = source.o_proj.in_features, k.out_features
-        norms = source.q_norm, source.k_norm
-        if not all(isinstance(norm, FusedNorm) for norm in norms) or q.out_features not in (width, 2 * width):
-            raise UnknownFormError
-        self.q_norm, self.k_norm = norms
-        self.num_heads = width // self.head_dim
-        self.widths = [width, kv_width, kv_width, q.out_features - width]
-        per_head = (2 if self.widths[3] else 1) * self.head_dim
-
-        def join(name: str) -> Tensor:
-            """Join weights or biases; transformers stores the gates of a head after its queries."""
-            queries, *others = (getattr(each, name).detach() for each in (q, k, v))
-            parts = torch.split(queries.unflatten(0, (-1, per_head)), self.head_dim, dim=1)
-            first, *gates = (part.flatten(0, 1) for part in parts)
-            return torch.cat([first, *others, *gates])
-
-        self.qkv_proj = nn.Linear(q.in_features, sum(self.widths), bias=q.bias is not None, device="meta")
-        self.qkv_proj.weight = nn.Parameter(join("weight"), requires_grad=False)
-        if q.bias is not None:
-            self.qkv_proj.bias = nn.Parameter(join("bias"), requires_grad=False)
-
-    def mix(self, x: Tensor, step: AttentionStep | Probe, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the layer's output. Shapes: x [T, hidden], rotation (cos, sin) [T, rotary_dim / 2]."""
-        q, k, v, gates = torch.split(self.qkv_proj(x), self.widths, dim=1)
-        q, k, v = (each.view(len(x), -1, self.head_dim) for each in (q, k, v))
-        if isinstance(step, Probe):
-            out = step.attend(q, k, v, self.layer_idx, self.scale, self.window)
-        else:
-            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-            out = step.rope_attend(q, k, v, *rotation, self.layer_idx, self.scale, self.window, norms)
-        out = out.reshape(len(x), -1)
-        mixed: Tensor = self.o_proj(out * gates.sigmoid() if self.widths[3] else out)
-        return mixed
 
 
 class RoutedExperts(nn.Module):
@@ -143,7 +94,9 @@ class Block(nn.Module):
         if len(mixers) != 1 or not all(isinstance(norm, FusedNorm) for norm in norms):
             raise UnknownFormError
         self.mixer_norm, self.mlp_norm = norms
-        self.mixer: Any = mixers[0] if isinstance(mixers[0], Mixer) else JoinedAttention(mixers[0])
+        if not isinstance(mixers[0], Mixer | JoinedAttention):
+            raise UnknownFormError
+        self.mixer: Any = mixers[0]
         self.mlp: Any = source.mlp if isinstance(source.mlp, FusedMLP) else RoutedExperts(source.mlp, make_router)
 
 

@@ -24,6 +24,7 @@ from chatcache.model.loading.weights import is_finite
 from chatcache.model.transformers.attention import ATTENTION_NAME, Pass, Probe, paged_attention, take_over_tuning
 from chatcache.model.transformers.blocks import replace_bases
 from chatcache.model.transformers.experts import replace_experts
+from chatcache.model.transformers.joined_attention import join_attention, record_attention
 from chatcache.model.transformers.latent import install_latent_attention
 from chatcache.model.transformers.modules import fuse_modules, pack_linears, unpacked_share
 from chatcache.model.transformers.network import TransformersNetwork, record_states, run_model
@@ -36,6 +37,8 @@ MAX_UNPACKED = 0.25  # of the matrices of a model in 8 bits: the share that may 
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers does not know and that another one equals."""
 ALIBI_TYPES = ("bloom", "mpt")
+FORM_ERRORS = (KeyError, TypeError, AttributeError, RuntimeError, ValueError)
+"""What modules of transformers raise that do not run on KV pages."""
 LAYER_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 TOKEN_KINDS = {"mlp", "moe"}  # layers without attention and state
 
@@ -119,7 +122,9 @@ def _wrap(
     except ValueError as error:
         raise ModelFolderError(f"{where}: {text.model_type} does not run on KV pages: {error}") from error
     install_latent_attention(model)
+    take_over_tuning(model)
     fuse_modules(model, kernels)
+    _join_attention(model, text, kernels)
     if device.type == "cpu":
         replace_bases(model, kernels)
     if device.type == "cpu" or packed is not None:
@@ -131,7 +136,6 @@ def _wrap(
             name = "fp8" if isinstance(packed, Fp8LinearFactory) else "int8"
             raise ModelFolderError(f"{where}: quantization {name} saves too little: {what}")
     probe = Probe()
-    take_over_tuning(model)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     with torch.inference_mode():
         try:
@@ -139,7 +143,7 @@ def _wrap(
                 logits = run_model(model, zero, Pass(probe, zero, {}), {}).logits[0]
         except ModelFolderError as error:
             raise ModelFolderError(f"{where}: {text.model_type} does not run on KV pages: {error}") from error
-        except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        except FORM_ERRORS as error:
             reason = f"one of its layers is not supported ({error!r})"
             raise ModelFolderError(f"{where}: {text.model_type} does not run on KV pages: {reason}") from error
     reason = probe.reason or _find_unknown_layers(text, probe, mixers)
@@ -155,6 +159,15 @@ def _wrap(
     network = TransformersNetwork(model, geometry, _max_position(text), base, _windows_of_mask(model, text, probe))
     network.idle_bytes = sum(each.idle_bytes for each in experts)  # the probe has chosen experts
     return network
+
+
+def _join_attention(model: Any, text: Any, kernels: AttentionBackend) -> None:
+    """Replace the attention layers that can be; a model that does not run is reported by the probe that follows."""
+    try:
+        recording = record_attention(model, _max_position(text))
+    except (ModelFolderError, *FORM_ERRORS):
+        return
+    join_attention(model, recording, _windows_of_mask(model, text, recording.recorder), kernels)
 
 
 def _can_replace_attention(kind: Any) -> bool:

@@ -9,15 +9,21 @@ module's results on random inputs, up to rounding.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from chatcache_kernels.experts import Activation
 from torch import Tensor, nn
 
 from chatcache.model.attention import AttentionBackend
 from chatcache.model.linear import LinearFactory, head_factory
 
 PROBES = 4
+
+
+class UnknownFormError(Exception):
+    """A module of transformers that has another form than those that are replaced."""
 
 
 class FusedNorm(nn.Module):
@@ -34,29 +40,42 @@ class FusedNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """Gated MLP with SiLU: gate and up projections in one product, the activation in one kernel."""
+    """Gated MLP: gate and up projections in one product, the activation in one kernel."""
 
-    def __init__(self, kernels: AttentionBackend, source: Any) -> None:
+    def __init__(self, activate: Activation, source: Any) -> None:
         super().__init__()
         weight = torch.cat((source.gate_proj.weight.detach(), source.up_proj.weight.detach()))
         self.gate_up_proj = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.gate_up_proj.weight = nn.Parameter(weight, requires_grad=False)
         self.down_proj = source.down_proj
-        self._kernels = kernels
+        self.activate = activate
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x.reshape(-1, x.shape[-1]))
-        out: Tensor = self.down_proj(self._kernels.silu_mul(gate_up))
+        out: Tensor = self.down_proj(self.activate(gate_up))
         return out.view(x.shape)
 
 
 def fuse_modules(model: nn.Module, kernels: AttentionBackend) -> None:
     """Replace the norms and gated MLPs of a model where that changes no result."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            new = _fuse_norm(child, kernels) or _fuse_mlp(child, kernels)
-            if new is not None:
-                setattr(parent, name, new)
+    replace_modules(model, lambda module: _fuse_norm(module, kernels) or _fuse_mlp(module, kernels))
+
+
+def replace_modules(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Replace each module of a model for which `make` returns another, before the modules inside of it.
+
+    A replaced module is released before the next one is made, so that few weights are in memory twice.
+    """
+    for path in [path for path, _ in model.named_modules() if path]:
+        parent_path, _, name = path.rpartition(".")
+        try:
+            parent = model.get_submodule(parent_path)
+            child = parent.get_submodule(name)
+        except AttributeError:  # it was inside of a module that has been replaced
+            continue
+        new = make(child)
+        if new is not None:
+            setattr(parent, name, new)
 
 
 def _fuse_norm(module: Any, kernels: AttentionBackend) -> FusedNorm | None:
@@ -79,8 +98,11 @@ def _fuse_mlp(module: Any, kernels: AttentionBackend) -> FusedMLP | None:
         return None
     if set(dict(module.named_children())) - {*names, "act_fn"}:
         return None
-    fused = FusedMLP(kernels, module)
-    return fused if _gives_same(module, fused, layers[0].in_features, layers[0].weight) else None
+    for activate in (kernels.silu_mul, kernels.gelu_mul):
+        fused = FusedMLP(activate, module)
+        if _gives_same(module, fused, layers[0].in_features, layers[0].weight):
+            return fused
+    return None
 
 
 def _gives_same(module: nn.Module, fused: nn.Module, width: int, weight: Tensor) -> bool:
@@ -91,9 +113,13 @@ def _gives_same(module: nn.Module, fused: nn.Module, width: int, weight: Tensor)
             want, got = module(probe), fused(probe)
         except (TypeError, ValueError, RuntimeError, IndexError):  # a module with other arguments, or another shape
             return False
-    tolerance = 1e-4 if weight.dtype == torch.float32 else 3e-2
-    same = isinstance(want, Tensor) and want.shape == got.shape and want.dtype == got.dtype
-    return same and bool((want - got).abs().max() <= tolerance * want.abs().max().clamp(min=1e-6))
+    return isinstance(want, Tensor) and want.dtype == got.dtype and is_close(want, got, weight.dtype)
+
+
+def is_close(want: Tensor, got: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether numbers computed in `dtype` are equal up to rounding."""
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    return want.shape == got.shape and bool((want - got).abs().max() <= tolerance * want.abs().max().clamp(min=1e-6))
 
 
 class PackedModule(nn.Module):

@@ -357,15 +357,21 @@ def _enter_tile(job: Any, mine: Any, tile: int, bias_size: int, out_size: int) -
     mine.compact = job.compact + expert * job.compact_bytes if job.compact != 0 else 0
 
 
-@helper
-def multiply_panel(tiled: bool, native: bool, job: Any, panel: int, scratch: int, configs: int, configured: int) -> int:
-    """Multiply the tokens of a TILE_JOB with a panel; return the number of tokens that AMX is configured for.
+def panel_functions(tiled: bool) -> tuple[Any, Any]:
+    """Return the functions (multiply, release) of a kernel that multiplies tiles with panels, by AMX if `tiled`.
 
-    `tiled` (a literal): use AMX, with the `configs` of `group_configs`; `configured` tokens before. AMX is fast enough
-    to wait for memory, so the next panel is prefetched. `scratch`: address of SCRATCH_FLOATS floats. `native`: as in
-    `matmul`.
+    multiply(native, job, panel, scratch, configs, configured) multiplies the tokens of a TILE_JOB with a panel, and
+    returns the number of tokens that AMX is configured for: `configured` before, by `configs` of `group_configs`.
+    `scratch`: address of SCRATCH_FLOATS floats. `native`: as in `matmul`. release(configured) releases them.
+    A kernel contains only one of each: LLVM cannot generate AMX code for other CPUs, even where it is never reached.
     """
-    if not tiled or matmul.reads_compact(job):
+    return (_multiply_tiled, _release_tiles) if tiled else (_multiply_pairs, _release_nothing)
+
+
+@helper
+def _multiply_tiled(native: bool, job: Any, panel: int, scratch: int, configs: int, configured: int) -> int:
+    """Multiply by AMX, which is fast enough to wait for memory: so the next panel is prefetched."""
+    if matmul.reads_compact(job):
         matmul.multiply_pairs(native, job, 0, job.num_tokens, panel, scratch)
         return configured
     panel_bytes, num_groups = 2 * PANEL * job.num_inputs, (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS
@@ -380,12 +386,30 @@ def multiply_panel(tiled: bool, native: bool, job: Any, panel: int, scratch: int
     return configured
 
 
+@helper
+def _release_tiles(configured: int) -> None:
+    if configured > 0:
+        tile_release()
+
+
+@helper
+def _multiply_pairs(native: bool, job: Any, panel: int, scratch: int, configs: int, configured: int) -> int:
+    matmul.multiply_pairs(native, job, 0, job.num_tokens, panel, scratch)
+    return configured
+
+
+@helper
+def _release_nothing(configured: int) -> None:
+    pass
+
+
 @cache
 def _panel_kernel(tiled: bool, native: bool) -> Launch:
     """Return the launcher of the bf16 kernel. Its argument record is an EXPERTS_JOB.
 
     `tiled`: use AMX; `native`: as in `matmul`.
     """
+    multiply, release = panel_functions(tiled)
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, EXPERTS_JOB)[0]
@@ -397,10 +421,9 @@ def _panel_kernel(tiled: bool, native: bool) -> Launch:
         while item < tiles[0] * num_panels:
             tile, panel = divmod(item, num_panels)
             _enter_tile(job, mine, tile, 2, 2)
-            configured = multiply_panel(tiled, native, mine, panel, scratch + JOB_BYTES, job.configs, configured)
+            configured = multiply(native, mine, panel, scratch + JOB_BYTES, job.configs, configured)
             item = fetch_add(address, 0, 1)
-        if configured > 0:
-            tile_release()
+        release(configured)
 
     return compile_kernel(kernel)
 
