@@ -31,7 +31,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**GATED, **EXPERTS, head_dim=16),
     "granitemoe": lambda: transformers.GraniteMoeConfig(**GATED, **LOCAL),
     "glm4-moe": lambda: transformers.Glm4MoeConfig(**GATED, **SIGMOID),
-    "gpt-oss": lambda: transformers.GptOssConfig(**GATED, **LOCAL, head_dim=16, sliding_window=12),
+    "gpt-oss": lambda: transformers.GptOssConfig(**GATED, **LOCAL, head_dim=16, sliding_window=12, swiglu_limit=2.0),
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        **GATED,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=32,
+        hidden_size_per_layer_input=0,
+        head_dim=16,
+    ),
     "ernie4-5-moe": lambda: transformers.Ernie4_5_MoeConfig(
         **GATED, moe_num_experts=4, moe_k=2, moe_intermediate_size=32, moe_num_shared_experts=1
     ),
@@ -40,6 +49,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "hunyuan-moe": lambda: transformers.HunYuanMoEV1Config(**GATED, num_experts=4, moe_topk=2, head_dim=16),
     "phimoe": lambda: transformers.PhimoeConfig(**GATED, **LOCAL),
 }
+
+
+ACTIVATIONS = {"gpt-oss": "clamped_silu_mul", "gemma4": "gelu_mul"}
+"""Kernels of the families that do not have `silu_mul`."""
 
 
 def expert_modules(model: nn.Module) -> list[Any]:
@@ -64,6 +77,9 @@ def test_experts_of_each_family_equal_transformers_loop(name: str, dtype: torch.
     kernels = (reference, cpu)
     replaced = [copy.deepcopy(experts) for _ in kernels]
     assert [len(replace_experts(each, backend)) for each, backend in zip(replaced, kernels, strict=True)] == [1, 1]
+    for each, backend in zip(replaced, kernels, strict=True):
+        activate = each.forward.activate
+        assert getattr(activate, "func", activate) is getattr(backend, ACTIVATIONS.get(name, "silu_mul"))
     for num_tokens in (1, 3, 64):
         x = torch.randn(num_tokens, 64).to(dtype)
         ids = torch.rand(num_tokens, 4).argsort(1)[:, :2]

@@ -1,7 +1,12 @@
-"""Norms and MLPs of transformers models in single kernels give what the modules give."""
+"""Norms, MLPs and attention layers of transformers models in few kernels give what the modules give.
+
+That whole models still give the tokens of transformers is tested by `test_parity` and `test_families`.
+"""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,10 @@ import transformers
 from chatcache_kernels import cpu
 from torch import nn
 
-from chatcache.model.transformers.modules import FusedMLP, FusedNorm, fuse_modules
+from chatcache.config import EngineConfig
+from chatcache.model.loading.loader import load_model
+from chatcache.model.transformers.joined_attention import JoinedAttention
+from chatcache.model.transformers.modules import FusedMLP, FusedNorm, PackedModule, fuse_modules, replace_modules
 from tests.model.families import FAMILIES, RECURRENT, save_random
 
 
@@ -37,3 +45,49 @@ def test_modules_are_replaced_where_the_kernels_agree(
     assert (count(FusedNorm), count(FusedMLP)) == (num_norms, num_mlps)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     assert (got - want).norm() <= tolerance * want.norm()
+
+
+JOINED: dict[str, tuple[int, set[str]]] = {
+    "gemma2": (3, {"halves"}),
+    "gemma3": (3, {"halves"}),
+    "gpt-oss-sinks": (3, {"half"}),
+    "olmo3": (4, {"halves"}),
+    "smollm3": (3, {"halves", "none"}),
+    "cohere2": (4, {"repeated_pairs", "none"}),
+    "glm4": (3, {"pairs"}),
+    "exaone4": (4, {"halves", "none"}),
+    "nemotron": (3, {"halves"}),
+    "qwen3-5": (1, {"halves"}),
+    "lfm2": (2, {"halves"}),
+    "gemma4-key-is-value": (2, {"halves"}),
+    "gemma4-shared-layers": (2, {"halves"}),
+    "ministral3": (0, set()),
+    "llama4": (0, set()),
+    "deepseek-v3": (0, set()),
+}
+"""The attention layers that are joined, and their rotations. Gemma 4 has layers that hand their keys on to others, and
+Ministral 3 and Llama 4 scale queries by their positions: those stay as they are."""
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_attention_is_joined_where_it_gives_the_same(name: str, tmp_path: Path) -> None:
+    save_random({**FAMILIES, **RECURRENT}[name].config(), tmp_path)
+    runner = load_model(EngineConfig(model=str(tmp_path), dtype="float32", kv_memory_bytes=2**22, max_num_seqs=2))
+    modules = list(runner._network._model.modules())  # type: ignore[attr-defined]
+    joined = [each for each in modules if isinstance(each, JoinedAttention)]
+    assert (len(joined), {each.rotation for each in joined}) == JOINED[name]
+    assert all(isinstance(each.qkv_proj, PackedModule) for each in joined)
+
+
+def test_a_replaced_module_is_released_before_the_next_one() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    alive = [weakref.ref(each) for each in model]
+    left: list[int] = []
+
+    def make(module: nn.Module) -> nn.Module:
+        gc.collect()
+        left.append(sum(each() is not None for each in alive))
+        return nn.Identity()
+
+    replace_modules(model, make)
+    assert left == [3, 2, 1] and not list(model.parameters())

@@ -3,7 +3,7 @@
 transformers multiplies expert by expert in a Python loop, or copies the weights of the chosen experts. Its expert
 modules of all families have one form: `gate_up_proj` (or `up_proj`) and `down_proj` [num_experts, ...] with optional
 biases, an activation `_apply_gate` (or `act_fn`), and forward(hidden_states, top_k_index, top_k_weights). That forward
-is replaced; routers, shared experts and activations other than SiLU stay transformers' own.
+is replaced; routers, shared experts and activations without a kernel stay transformers' own.
 
 Each weight is packed and released before the next, so memory never holds two copies of all experts.
 """
@@ -11,6 +11,7 @@ Each weight is packed and released before the next, so memory never holds two co
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,11 +61,13 @@ def replace_experts(
     for module in model.modules():
         if _is_supported(module):
             device = next(module.parameters()).device
+            activate, order = _find_activation(module, kernels, device)
+            up = "gate_up_proj" if module.has_gate else "up_proj"
             experts = GroupedExperts(
                 kernels,
-                _pack(module, "gate_up_proj" if module.has_gate else "up_proj", kernels, arena, make_linear),
+                _pack(module, up, kernels, arena, make_linear, order),
                 _pack(module, "down_proj", kernels, arena, make_linear),
-                _activation(module, kernels, device),
+                activate,
             )
             module.forward = experts
             replaced.append(experts)
@@ -79,12 +82,22 @@ def _is_supported(module: Any) -> bool:
 
 
 def _pack(
-    module: Any, name: str, kernels: AttentionBackend, arena: HostArena, make_linear: LinearFactory | None
+    module: Any,
+    name: str,
+    kernels: AttentionBackend,
+    arena: HostArena,
+    make_linear: LinearFactory | None,
+    order: Tensor | None = None,
 ) -> ExpertWeights:
-    """Pack one weight of an expert module, and release it unless the packed form refers to it."""
+    """Pack one weight of an expert module, and release it unless the packed form refers to it.
+
+    `order`: of its outputs, None as they are.
+    """
     weight: Tensor = getattr(module, name).detach()
     bias = getattr(module, f"{name}_bias").detach() if module.has_bias else None
     weight = weight.mT if module.is_transposed else weight
+    if order is not None:
+        weight, bias = weight[:, order], bias[:, order] if bias is not None else None
     int8 = make_linear if isinstance(make_linear, Int8LinearFactory) else None
     packed = kernels.pack_experts(weight, bias, is_int8=int8 is not None, allocate=arena.empty)
     if packed.form == "panels" and isinstance(make_linear, PanelLinearFactory) and make_linear.has_compact:
@@ -97,9 +110,23 @@ def _pack(
     return packed
 
 
-def _activation(module: Any, kernels: AttentionBackend, device: torch.device) -> Activation:
+def _find_activation(module: Any, kernels: AttentionBackend, device: torch.device) -> tuple[Activation, Tensor | None]:
+    """Return the activation of an expert module, and the order of outputs of `up` for which it is, None as they are.
+
+    A kernel, if one gives the same; gpt-oss stores gates and ups in turn.
+    """
     if not module.has_gate:
-        return module.act_fn  # type: ignore[no-any-return]
-    probe = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(device)
-    is_silu = torch.allclose(module._apply_gate(probe), kernels.silu_mul(probe), rtol=1e-4, atol=1e-5)
-    return kernels.silu_mul if is_silu else module._apply_gate
+        return module.act_fn, None
+    probe = 8.0 * torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    want = module._apply_gate(probe)
+    in_turn = torch.cat((torch.arange(0, 64, 2), torch.arange(1, 64, 2))).to(device)
+    candidates: list[tuple[Activation, Tensor | None]] = [(kernels.silu_mul, None), (kernels.gelu_mul, None)]
+    if hasattr(module, "alpha") and hasattr(module, "limit"):
+        clamped = partial(kernels.clamped_silu_mul, slope=float(module.alpha), limit=float(module.limit))
+        candidates += [(clamped, None), (clamped, in_turn)]
+    for activate, order in candidates:
+        got = activate(probe if order is None else probe[:, order])
+        if torch.allclose(want, got, rtol=1e-4, atol=1e-5):
+            width = module.down_proj.shape[1 if module.is_transposed else 2]
+            return activate, None if order is None else torch.arange(2 * width, device=device).view(-1, 2).T.flatten()
+    return module._apply_gate, None

@@ -238,7 +238,7 @@ class JoinedAttention(nn.Module):
         self.num_heads, self.head_dim = attended.q.shape[1:]
         order = _order_of_pairs(self.head_dim, rotary_dim) if rotation in ("pairs", "repeated_pairs") else None
         self.qkv_proj, self.widths = self._join_projections(source, attended.k.shape[1], order)
-        self.q_norm, self.k_norm, self.v_norm = self._take_norms(source, order, kernels)
+        self.q_norm, self.k_norm, self.v_norm = self._take_norms(source, order, kernels, attended.v)
         self.has_head_norms = self.q_norm is not None and self.q_norm.weight.shape == (self.head_dim,)
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any = None, *_: Any, **__: Any) -> Any:
@@ -317,12 +317,11 @@ class JoinedAttention(nn.Module):
         return joined, [width, kv_width, kv_width if len(sizes) == 3 else 0, sizes[0] - width]
 
     def _take_norms(
-        self, source: Any, order: Tensor | None, kernels: AttentionBackend
+        self, source: Any, order: Tensor | None, kernels: AttentionBackend, like: Tensor
     ) -> tuple[FusedNorm | None, FusedNorm | None, FusedNorm | None]:
-        """Return the norms of queries, keys and values. Raises: UnknownFormError."""
+        """Return the norms of queries, keys and values, on the device of `like`. Raises: UnknownFormError."""
         q, k, v = (next((getattr(source, name) for name in names if hasattr(source, name)), None) for names in NORMS)
         if v is not None and not isinstance(v, FusedNorm):  # without weights, so it was not replaced
-            like = self.qkv_proj.weight
             v = FusedNorm(kernels, torch.ones(self.head_dim, dtype=like.dtype, device=like.device), float(v.eps))
         if q is None and k is None:
             return None, None, v
