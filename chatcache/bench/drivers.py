@@ -352,8 +352,14 @@ TRANSFORMERS_SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512, "intermediate_size": 512, "norm_topk_prob": True, "vocab_size": 49_152,
         "max_position_embeddings": 8192, "tie_word_embeddings": True,
     },
+    "gemma3-1b": {
+        "model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512,
+        "vocab_size": 262_144, "max_position_embeddings": 32_768, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
-"""Configs of models that `transformers` builds: a hybrid model with 6 attention layers of 24, and one with experts."""
+"""Configs of models that `transformers` builds: a hybrid model with 6 attention layers of 24, one with experts, and one
+with windows in 22 layers of 26."""
 
 
 def write_named_model(name: str, folder: Path) -> None:

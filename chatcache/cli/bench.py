@@ -23,7 +23,7 @@ Which = Annotated[
 ]
 NamedModel = Annotated[str, typer.Option("--model", help="Same as the argument MODEL.", show_default=False)]
 ShapeName = Annotated[
-    Literal["tiny", "smollm2-135m", "qwen3-0.6b", "llama3-8b", "qwen3.5-0.8b", "qwen3-moe-1b"] | None,
+    Literal["tiny", "smollm2-135m", "qwen3-0.6b", "llama3-8b", "qwen3.5-0.8b", "qwen3-moe-1b", "gemma3-1b"] | None,
     typer.Option("--shape", help="Random weights of this shape instead of MODEL.", show_default=False),
 ]
 Mixed = Annotated[
