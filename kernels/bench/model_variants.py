@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from chatcache_kernels.experts import Activation
 from chatcache_kernels.triton import fused, pages, recurrent, rope, sampling
 from chatcache_kernels.triton.attention import merge_states, paged_attention_on_chip
 from chatcache_kernels.triton.configs import Chip
@@ -21,7 +22,10 @@ NUM_PAGES = 1 << 20  # stores beyond 2^31 elements, so that offsets are 64 bits 
 
 
 class ModelShape(NamedTuple):
-    """What the kernels of a model depend on. `rotated`: dimensions of a head that are rotated."""
+    """What the kernels of a model depend on.
+
+    `rotated`: dimensions of a head that are rotated; `float_norms`: the weights of norms are float32.
+    """
 
     heads: int
     kv_heads: int
@@ -34,6 +38,8 @@ class ModelShape(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    activation: str = "silu"
+    float_norms: bool = False
 
 
 MODELS = {
@@ -50,9 +56,13 @@ MODELS = {
     "phi4-mini": ModelShape(24, 8, 128, 96, 3072, 8192, 200064),
     "phi-2": ModelShape(32, 32, 80, 32, 2560, 10240, 51200),
     "mistral-7b": ModelShape(32, 8, 128, 128, 4096, 14336, 32000, window=4096),
-    "gemma2-2b": ModelShape(8, 4, 256, 256, 2304, 9216, 256000, window=4096, softcap=50.0),
-    "gemma3-1b": ModelShape(4, 1, 256, 256, 1152, 6912, 262144, head_norms=True, window=512),
-    "gpt-oss-20b": ModelShape(64, 8, 64, 64, 2880, 2880, 201088, window=128, sinks=True),
+    "gemma2-2b": ModelShape(
+        8, 4, 256, 256, 2304, 9216, 256000, window=4096, softcap=50.0, activation="gelu", float_norms=True
+    ),
+    "gemma3-1b": ModelShape(
+        4, 1, 256, 256, 1152, 6912, 262144, head_norms=True, window=512, activation="gelu", float_norms=True
+    ),
+    "gpt-oss-20b": ModelShape(64, 8, 64, 64, 2880, 2880, 201088, window=128, sinks=True, activation="clamped_silu"),
     "falcon-7b": ModelShape(71, 1, 64, 64, 4544, 18176, 65024),
     "starcoder-15b": ModelShape(48, 1, 128, 128, 6144, 24576, 49152),
     "nemotron-15b": ModelShape(48, 8, 128, 64, 6144, 24576, 256000),
@@ -104,15 +114,21 @@ def _layer_variants(shape: ModelShape) -> Iterator[Variant]:
         store = pages.allocate_pages(30, 9000, PAGE_SIZE, kv_heads, shape.head_dim, torch.bfloat16)
     qkv, angles = _meta(7, heads + 2 * kv_heads, shape.head_dim), _floats(7, shape.rotated // 2)
     q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
-    slots, weight = _meta(7, dtype=torch.int64), _meta(shape.head_dim)
+    norm_dtype = torch.float32 if shape.float_norms else torch.bfloat16
+    slots, weight = _meta(7, dtype=torch.int64), _meta(shape.head_dim, dtype=norm_dtype)
     norms = HeadNorms(weight, weight, 1e-6) if shape.head_norms else None
-    x, scale = _meta(7, shape.hidden), _meta(shape.hidden)
+    x, scale = _meta(7, shape.hidden), _meta(shape.hidden, dtype=norm_dtype)
+    clamped = partial(fused.clamped_silu_mul, slope=1.702, limit=7.0)
+    activations: dict[str, Activation] = {
+        "silu": fused.silu_mul, "gelu": fused.gelu_mul, "clamped_silu": clamped
+    }  # fmt: skip
+    activate = activations[shape.activation]
     yield from trace_variants(partial(rope.rope_write, q, k, v, angles, angles, store, 1, slots, norms))
     yield from trace_variants(partial(pages.write_pages, store, 1, k, v, slots))
     yield from trace_variants(partial(pages.copy_pages, store, _ints(7, 2)))
     yield from trace_variants(partial(fused.rms_norm, x, scale, 1e-6))
     yield from trace_variants(partial(fused.add_rms_norm, x, x, scale, 1e-6))
-    yield from trace_variants(partial(fused.silu_mul, _meta(7, 2 * shape.intermediate)))
+    yield from trace_variants(partial(activate, _meta(7, 2 * shape.intermediate)))
 
 
 def _recurrent_variants() -> Iterator[Variant]:
