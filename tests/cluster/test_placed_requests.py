@@ -12,6 +12,7 @@ from chatcache.cluster.request_router import RequestRouter
 from chatcache.engine_process.protocol import (
     Abort,
     Answer,
+    CancelCandidate,
     Command,
     Events,
     Submit,
@@ -150,6 +151,26 @@ async def test_refused_request_with_a_record_is_sent_when_the_record_is_written(
     (submit,) = sent(third)
     assert isinstance(submit, Submit) and submit.request.resume_point is not None
     assert submit.request.resume_point.last_seq == 2
+
+
+async def test_drop_sent_to_a_worker_that_refuses_the_request_goes_to_the_next_one() -> None:
+    rig = Rig()
+    rig.lose(await rig.run())
+    await rig.requests.place_waiting()
+    full = rig.worker_of("r")
+    dropping = asyncio.create_task(rig.requests.client.cancel_candidate("r", 0))
+    await asyncio.sleep(0)
+    (drop,) = [each for each in sent(full) if isinstance(each, CancelCandidate)]
+    full._commands.clear()
+    rig.requests.receive(full, Answer(rig.placed().calls[-1], FULL))
+    (third,) = [each for each in rig.connected.values() if each is not full]
+    assert [type(each) for each in sent(third)] == [Submit, CancelCandidate]
+    rig.requests.receive(full, Answer(drop.call))  # it does not run the request
+    await asyncio.sleep(0)
+    assert not dropping.done()
+    rig.answer(third)
+    rig.requests.receive(third, Answer(drop.call))
+    await asyncio.wait_for(dropping, 10)
 
 
 async def test_request_aborted_while_its_record_is_written_is_not_sent() -> None:
