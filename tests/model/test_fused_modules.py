@@ -79,6 +79,17 @@ def test_attention_is_joined_where_it_gives_the_same(name: str, tmp_path: Path) 
     assert all(isinstance(each.qkv_proj, PackedModule) for each in joined)
 
 
+def test_large_scores_in_bfloat16_do_not_keep_attention_from_being_joined(tmp_path: Path) -> None:
+    """Rounded differently, scores of several tens give other weights, in both layers."""
+    oracle = save_random(FAMILIES["gemma3"].config(), tmp_path)
+    for layer in oracle.model.layers:
+        layer.self_attn.q_norm.weight.data += 60.0
+    oracle.save_pretrained(tmp_path)
+    runner = load_model(EngineConfig(model=str(tmp_path), dtype="bfloat16", kv_memory_bytes=2**22, max_num_seqs=2))
+    modules = runner._network._model.modules()  # type: ignore[attr-defined]
+    assert sum(isinstance(each, JoinedAttention) for each in modules) == 3
+
+
 def test_a_replaced_module_is_released_before_the_next_one() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     alive = [weakref.ref(each) for each in model]

@@ -28,7 +28,6 @@ from chatcache.model.transformers.attention import Pass, Probe, attending, curre
 from chatcache.model.transformers.modules import FusedNorm, UnknownFormError, is_close, replace_modules
 from chatcache.model.transformers.network import run_model
 
-NUM_TOKENS = 6
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 OUTPUTS = ("o_proj", "out_proj", "dense")
 NORMS = (("q_norm", "q_layernorm"), ("k_norm", "k_layernorm"), ("v_norm",))
@@ -41,11 +40,12 @@ ROTATIONS: tuple[Rotation, ...] = ("halves", "half", "pairs", "repeated_pairs")
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What a layer attended with. Shapes: q [T, H, D], k, v [T, Hkv, D], sinks [H]."""
+    """What a layer attended with, and got. Shapes: q, out [T, H, D], k, v [T, Hkv, D], sinks [H]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
+    out: Tensor
     scale: float
     window: int | None
     softcap: float | None
@@ -62,9 +62,11 @@ class AttentionCall:
 class Recorder(Probe):
     """A probe that attends over the tokens of one pass, and keeps what each layer attended with.
 
-    It leaves out windows, soft-caps and sinks, which the new layer only hands on.
+    It leaves out windows, soft-caps and sinks, which the new layer only hands on. `answer`: is returned instead of
+    attending; a new layer gets what the old one got, as rounding changes the weights of large scores.
     """
 
+    answer: Tensor | None = None
     calls: dict[int, AttentionCall] = field(default_factory=dict)
 
     def attend(
@@ -79,10 +81,13 @@ class Recorder(Probe):
         sinks: Tensor | None = None,
     ) -> Tensor:
         Probe.attend(self, q, k, v, layer, scale, window)
-        self.calls[layer] = AttentionCall(q, k, v, scale, window, softcap, sinks)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        if (out := self.answer) is None:
+            heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+            out = functional.scaled_dot_product_attention(
+                heads[0], heads[1], heads[2], is_causal=True, scale=scale, enable_gqa=True
+            )[0].transpose(0, 1)
+        self.calls[layer] = AttentionCall(q, k, v, out, scale, window, softcap, sinks)
+        return out
 
     def rope_attend(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *others: Any, norms: HeadNorms | None = None
@@ -192,7 +197,7 @@ def _join(
     rotations = sorted(ROTATIONS, key=lambda each: each != likely) if has_angles else []
     rotary_dim = given[0].shape[-1] if has_angles else 0
     for rotation in (*rotations, "none"):
-        recorder = Recorder()
+        recorder = Recorder(answer=attended.out)
         try:
             joined = JoinedAttention(source, call.result, attended, rotation, rotary_dim, kernels)
             with torch.inference_mode(), attending(Pass(recorder, positions, {})):
