@@ -79,14 +79,12 @@ class DecodeRows:
     """The decode batch's part of one step: for each branch one row of one token, and one draw.
 
     In service order, and parallel to `branches`; `draws.row` counts from 0. `changes`: the draws with edits or masks.
-    `is_shared`: the branches belong to several namespaces.
     """
 
     branches: list[Branch]
     rows: Rows
     draws: Draws
     changes: Sequence[tuple[int, DrawSpec]] = ()
-    is_shared: bool = False
 
     def select(self, which: I32) -> DecodeRows:
         """Return these rows, with arrays of their own."""
@@ -400,7 +398,7 @@ class DecodeBatch:
         if planned is None:
             planned = self._cached_rows = self._plan_all_rows()
         at: slice | I32 = slice(self._num_entries)
-        if planned.is_shared and self._choose_branches is not None:
+        if self._choose_branches is not None:
             chosen = self._choose_branches(planned.branches)
             if chosen is not None:
                 self._row[at] = RESTING
@@ -423,8 +421,7 @@ class DecodeBatch:
         draws = Draws.of([numbers, *(array[:count].copy() for array in self._draws.arrays()[1:])])
         changes = [each for each in enumerate(self._changes[:count].tolist()) if each[1] is not None]
         self._row[:count] = numbers
-        is_shared = self._choose_branches is not None and len({branch.request.namespace for branch in branches}) > 1
-        return DecodeRows(branches, Rows(slots, ones, ones, ones), draws, changes, is_shared)
+        return DecodeRows(branches, Rows(slots, ones, ones, ones), draws, changes)
 
     def active_rows(self, planned: list[Branch]) -> I32 | None:
         """Return the indices of the rows of the last step, `planned`, that are still valid; None for all. A query.

@@ -18,6 +18,8 @@ would take alone, by the measured speed, and in any case by as many branches as 
 that this allows is shared with max-min fairness, and the branches of a namespace that has more take turns (deficit
 round robin: Shreedhar, Varghese, "Efficient Fair Queuing using Deficit Round Robin", SIGCOMM 1995). Where one more
 branch costs next to nothing, as on most GPUs, and among namespaces of similar size, all branches decode in every step.
+A client that sends one request after the other has no branch for a moment between two of them, in which a step with all
+branches of the others would delay its next request. A namespace therefore keeps its share for the next ABSENT_STEPS.
 
 The shares are those of branches in the decode batch. Branches outside it decode in every step: beams of recurrent
 models, `distinct`, and all of them while more branches have pages than a step may have tokens.
@@ -50,6 +52,10 @@ MAX_DELAY = 0.5
 
 MIN_DECODE_BRANCHES = 4
 """For each further namespace, so many branches decode in a step whatever the measured speed: a step has other costs."""
+
+
+ABSENT_STEPS = 64
+"""For so many steps after its last branch has ended, the share of a namespace is not given to the others."""
 
 
 class Turn(NamedTuple):
@@ -134,17 +140,20 @@ class DecodeShares:
         self._branches: list[Branch] = []
         self._indices: dict[str, list[int]] = {}  # into `_branches`, of each namespace
         self._turns: dict[str, Turn] = {}  # of the namespaces whose branches rested in the last step
+        self._num_steps = 0
+        self._absent: dict[str, tuple[int, int]] = {}  # (branches, last step in which it counts) of each that has left
 
     def choose(self, branches: list[Branch]) -> list[int] | None:
         """Return which of the branches, given in service order, decode in the next step; None for all of them.
 
         All branches of a lockstep request decode in the same steps.
         """
+        self._num_steps += 1
         if branches is not self._branches:  # usually the same list as before the previous step
-            self._branches, self._indices = branches, {}
-            for index, branch in enumerate(branches):
-                self._indices.setdefault(branch.request.namespace, []).append(index)
-        counts = list(map(len, self._indices.values()))
+            self._update(branches)
+        if self._absent:
+            self._absent = {name: each for name, each in self._absent.items() if each[1] >= self._num_steps}
+        counts = [*map(len, self._indices.values()), *(count for count, _ in self._absent.values())]
         max_branches = self._max_branches(counts)
         if sum(counts) <= max_branches:
             self._turns.clear()
@@ -152,13 +161,24 @@ class DecodeShares:
         chosen: list[int] = []
         before, self._turns = self._turns, {}
         shares = split_equally(counts, max_branches)
-        for (namespace, indices), share in zip(self._indices.items(), shares, strict=True):
+        for (namespace, indices), share in zip(self._indices.items(), shares, strict=False):
             if share == len(indices):
                 chosen += indices
             else:
                 taken, self._turns[namespace] = self._take_turns(indices, share, before.get(namespace, Turn()))
                 chosen += taken
-        return sorted(chosen)
+        return sorted(chosen) if self._turns else None
+
+    def _update(self, branches: list[Branch]) -> None:
+        """Replace the branches, and record the namespaces that have come or left."""
+        before, self._branches, self._indices = self._indices, branches, {}
+        for index, branch in enumerate(branches):
+            self._indices.setdefault(branch.request.namespace, []).append(index)
+        for namespace in self._indices:
+            self._absent.pop(namespace, None)
+        for namespace, indices in before.items():
+            if namespace not in self._indices:
+                self._absent[namespace] = len(indices), self._num_steps + ABSENT_STEPS - 1
 
     def _max_branches(self, counts: Sequence[int]) -> int:
         """Return how many branches may decode in a step, of namespaces with so many branches each."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from chatcache.scheduler import fairness
 from chatcache.scheduler.fairness import (
+    ABSENT_STEPS,
     INPUT_WEIGHT,
     MAX_DELAY,
     MIN_DECODE_BRANCHES,
@@ -167,6 +168,22 @@ def test_lockstep_branches_decode_with_those_outside_the_batch_and_leave_the_sha
     rest = run_steps(shares, [*branches, *other.branches.values()], 20)
     assert max(map(len, rest)) <= 1 + 40 + MIN_DECODE_BRANCHES
     assert sum(len(step) - 1 for step in rest) <= 20 * MIN_DECODE_BRANCHES + 40
+
+
+def test_namespace_without_branches_keeps_its_share_for_some_steps() -> None:
+    branches, shares = branches_of(1, 40), DecodeShares(measured(0.0, 1.0))
+    run_steps(shares, branches, 1)
+    steps = run_steps(shares, branches[1:], ABSENT_STEPS - 1)
+    steps += run_steps(shares, branches, 1)  # it returns, and leaves again
+    steps += run_steps(shares, branches[1:], ABSENT_STEPS)
+    assert {len(step) for step in steps} == {MIN_DECODE_BRANCHES, MIN_DECODE_BRANCHES + 1}
+    assert [len(step) for step in run_steps(shares, branches[1:], 2)] == [40, 40]
+
+
+def test_namespace_decodes_with_all_branches_after_a_larger_one_has_ended() -> None:
+    branches, shares = branches_of(6, 40), DecodeShares(measured(0.0, 1.0))
+    run_steps(shares, branches, 1)
+    assert shares.choose(branches[:6]) is None
 
 
 def test_namespace_that_returns_owes_no_turns() -> None:
