@@ -44,7 +44,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="attacks to measure; default: all",
     )
-    parser.add_argument("--seconds", type=float, default=20.0, help="length of each measurement")
+    parser.add_argument("--seconds", type=float, default=16.0, help="length of each measurement")
     parser.add_argument("--settle", type=float, default=5.0, help="seconds before and after an attack is measured")
     return parser.parse_args(argv)
 

@@ -21,9 +21,15 @@ def times(response_s: float, cpu: float) -> VictimTimes:
 
 def test_latency_figures_compare_with_idle_times() -> None:
     response, cpu = latency_figures("a", times(0.01, 0.25), None, times(0.021, 0.5))
-    assert response.name == "a: p99 of a response" and response.limit_name == "idle"
+    assert response.name == "a: p99 of a response (100)" and response.limit_name == "idle"
     assert response.ratio == pytest.approx(2.1) and response.met is False
     assert cpu.ratio == pytest.approx(2.0) and cpu.met is None
+
+
+def test_times_before_and_after_an_attack_are_one_baseline() -> None:
+    idle = times(0.01, 0.25) + times(0.03, 0.75)
+    assert idle.p99_ms() == {"response": pytest.approx(30.0)} and len(idle.responses_s) == 200
+    assert idle.gateway_cpu == 0.5
 
 
 def test_latency_figures_of_an_attack_with_a_load_also_compare_with_the_same_load() -> None:
