@@ -20,6 +20,8 @@ round robin: Shreedhar, Varghese, "Efficient Fair Queuing using Deficit Round Ro
 branch costs next to nothing, as on most GPUs, and among namespaces of similar size, all branches decode in every step.
 A client that sends one request after the other has no branch for a moment between two of them, in which a step with all
 branches of the others would delay its next request. A namespace therefore keeps its share for the next ABSENT_STEPS.
+One that was away for longer has the share of one branch in the step in which its request starts, so that a prompt of
+one step waits for at most one step with all branches of the others.
 
 The shares are those of branches in the decode batch. Branches outside it decode in every step: beams of recurrent
 models, `distinct`, and all of them while more branches have pages than a step may have tokens.
@@ -168,6 +170,12 @@ class DecodeShares:
                 taken, self._turns[namespace] = self._take_turns(indices, share, before.get(namespace, Turn()))
                 chosen += taken
         return sorted(chosen) if self._turns else None
+
+    def record_start(self, namespace: str) -> None:
+        """Record that a request starts in the next step, in which it has no branch that decodes."""
+        if namespace not in self._indices:
+            count, last_step = self._absent.get(namespace, (1, 0))
+            self._absent[namespace] = count, max(last_step, self._num_steps + 1)
 
     def _update(self, branches: list[Branch]) -> None:
         """Replace the branches, and record the namespaces that have come or left."""

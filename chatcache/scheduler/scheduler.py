@@ -115,7 +115,8 @@ class Scheduler:
         self.swaps = SwapTracker(kv, cost or CostModel())
         self._counters = counters
         self._rows = RowAllocator(num_slots)
-        choose_branches = None if counters is None else DecodeShares(self.swaps.cost.decode).choose
+        self._decode_shares = None if counters is None else DecodeShares(self.swaps.cost.decode)
+        choose_branches = None if self._decode_shares is None else self._decode_shares.choose
         self._decode_batch = DecodeBatch(kv, num_slots, choose_branches)
         self.waiting = WaitingQueue(kv, self._decode_batch, counters)
         self._branches = BranchManager(kv, self._rows, self._decode_batch)
@@ -294,6 +295,8 @@ class Scheduler:
             request.miss = cache_miss_reason(self.kv, start)
         self.waiting.remove(request)
         self._started.add(request)
+        if self._decode_shares is not None:
+            self._decode_shares.record_start(request.namespace)
         request.admitted_s = request.admitted_s or time.perf_counter()
         if request.host_pages:
             self.swaps.returning.add(request)

@@ -91,10 +91,7 @@ def test_plan_ahead_continues_while_branches_rest() -> None:
     driver = SchedulerDriver()
     order = iter([[0, 1], [1, 2], [3, 4], [5, 0], [1, 2], [3, 4], [5, 0], [0, 1], [2, 3]])
     requests = start_decoding(driver, *([number * 10 + 1] for number in range(6)))
-    for number, request in enumerate(requests):
-        request.namespace = f"n{number}"
     driver.scheduler._decode_batch._choose_branches = lambda branches: next(order)
-    driver.scheduler._decode_batch._cached_rows = None  # their namespaces were read
     step, token, last = planned(driver), 50, dict.fromkeys(requests, 42)
     for _ in range(8):
         following = plan_next(driver, step)

@@ -16,9 +16,11 @@ from chatcache.scheduler.fairness import (
     DecodeShares,
     VirtualTokenCounter,
 )
+from chatcache.scheduler.preemption import CostModel
 from chatcache.scheduler.request import Branch, LiveRequest
+from chatcache.scheduler.scheduler import Scheduler
 from chatcache.scheduler.speed import DecodeSpeed
-from tests.scheduler.driver import FakeStrategy
+from tests.scheduler.driver import FakeStrategy, SchedulerDriver
 
 
 def test_charges_are_weighted_by_kind_of_token() -> None:
@@ -178,6 +180,32 @@ def test_namespace_without_branches_keeps_its_share_for_some_steps() -> None:
     steps += run_steps(shares, branches[1:], ABSENT_STEPS)
     assert {len(step) for step in steps} == {MIN_DECODE_BRANCHES, MIN_DECODE_BRANCHES + 1}
     assert [len(step) for step in run_steps(shares, branches[1:], 2)] == [40, 40]
+
+
+def test_request_that_starts_has_a_share_before_its_first_branch_decodes() -> None:
+    branches, shares = branches_of(1, 40), DecodeShares(measured(0.0, 1.0))
+    assert len(run_steps(shares, branches[1:], 1)[0]) == 40
+    for num_steps in (1, 2):  # its prompt ends with its only token, and the next one starts
+        shares.record_start(branches[0].request.namespace)
+        steps = run_steps(shares, branches[1:], num_steps)
+        assert [len(step) for step in steps] == [MIN_DECODE_BRANCHES, 40][:num_steps]
+
+
+def test_scheduler_shares_the_step_in_which_a_request_of_another_namespace_starts() -> None:
+    driver = SchedulerDriver(num_slots=8)
+    cost = CostModel()
+    cost.decode.record(1, 1, 1.0)
+    cost.decode.record(64, 64, 64.0)
+    driver.scheduler = Scheduler(
+        driver.kv, num_slots=8, max_num_batched_tokens=64, cost=cost, counters=VirtualTokenCounter()
+    )
+    for number in range(6):
+        driver.add([10 * number + 1, 2])
+    assert [len(driver.decode().decode_branches) for _ in range(3)] == [0, 6, 6]
+    driver.scheduler.add(LiveRequest("other", [1, 2], "other", FakeStrategy(), 6))
+    step = driver.decode()
+    assert [row.branch.request.request_id for row in step.drawn] == ["other"]
+    assert len(step.decode_branches) == MIN_DECODE_BRANCHES
 
 
 def test_namespace_decodes_with_all_branches_after_a_larger_one_has_ended() -> None:
