@@ -35,7 +35,7 @@ from chatcache.bench.report import Figure, compare, percentiles
 
 MAX_P99_RATIO = 2.0
 MAX_GROWTH_MIB = 64.0
-ENGINE_FACTOR = 3
+ENGINE_FACTOR = 4
 _START_TIMEOUT_S = 120.0
 _PAUSE_S = 0.02
 _STREAM_TOKENS = 200
@@ -184,6 +184,7 @@ async def _respond(http: httpx.AsyncClient, times: VictimTimes, deadline_s: floa
         )
         response.raise_for_status()
         times.responses_s.append(time.perf_counter() - start_s)
+        await asyncio.sleep(_PAUSE_S)
 
 
 async def _read(http: httpx.AsyncClient, times: VictimTimes, deadline_s: float) -> None:
