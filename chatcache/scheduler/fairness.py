@@ -153,23 +153,26 @@ class DecodeShares:
         self._num_steps += 1
         if branches is not self._branches:  # usually the same list as before the previous step
             self._update(branches)
+        counts = list(map(len, self._indices.values()))
+        max_branches = self._max_branches(counts)
         if self._absent:
             self._absent = {name: each for name, each in self._absent.items() if each[1] >= self._num_steps}
-        counts = [*map(len, self._indices.values()), *(count for count, _ in self._absent.values())]
-        max_branches = self._max_branches(counts)
+            fewest = min((count for count, _ in self._absent.values()), default=0)
+            if 0 < fewest < min(counts, default=0):
+                max_branches = min(max_branches, self._max_branches([*counts, fewest]) - fewest)
         if sum(counts) <= max_branches:
             self._turns.clear()
             return None
         chosen: list[int] = []
         before, self._turns = self._turns, {}
         shares = split_equally(counts, max_branches)
-        for (namespace, indices), share in zip(self._indices.items(), shares, strict=False):
+        for (namespace, indices), share in zip(self._indices.items(), shares, strict=True):
             if share == len(indices):
                 chosen += indices
             else:
                 taken, self._turns[namespace] = self._take_turns(indices, share, before.get(namespace, Turn()))
                 chosen += taken
-        return sorted(chosen) if self._turns else None
+        return sorted(chosen)
 
     def record_start(self, namespace: str) -> None:
         """Record that a request starts in the next step, in which it has no branch that decodes."""

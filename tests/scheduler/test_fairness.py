@@ -182,6 +182,12 @@ def test_namespace_without_branches_keeps_its_share_for_some_steps() -> None:
     assert [len(step) for step in run_steps(shares, branches[1:], 2)] == [40, 40]
 
 
+def test_namespaces_without_branches_give_others_no_larger_share() -> None:
+    branches, shares = branches_of(1, 1, 1, 1, 40), DecodeShares(measured(0.0, 1.0))
+    run_steps(shares, branches, 1)
+    assert {len(step) for step in run_steps(shares, [branches[0], *branches[4:]], 3)} == {1 + MIN_DECODE_BRANCHES}
+
+
 def test_request_that_starts_has_a_share_before_its_first_branch_decodes() -> None:
     branches, shares = branches_of(1, 40), DecodeShares(measured(0.0, 1.0))
     assert len(run_steps(shares, branches[1:], 1)[0]) == 40
