@@ -137,6 +137,16 @@ def quick_interpreter() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def dot_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Triton's interpreter add up each element of a product alone.
+
+    The product of numpy's BLAS depends, on some CPUs, on where a row stands in its tile.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        importlib.import_module("tests.support.triton_interpreter").multiply_rows_alone(monkeypatch)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Turn a skip into a failure under CI, which installs everything that tests need."""

@@ -21,7 +21,8 @@ from chatcache_kernels.triton.configs import Chip, choose_config
 from chatcache_kernels.triton.invariant_matmul import Tile, choose_tile, multiply, tiles_for
 from chatcache_kernels.types import AttentionBatch, AttentionWork, HeadNorms, KVPages
 from torch import Tensor
-from triton.runtime import interpreter
+
+pytestmark = pytest.mark.usefixtures("dot_of_single_rows")
 
 SEED = int(os.environ["CHATCACHE_TEST_SEED"])
 PAGE = 16
@@ -84,22 +85,6 @@ class Sequences:
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_list, "INVARIANT_SPLIT_TOKENS", SPLIT)
     monkeypatch.setattr(work_list, "SPLIT_TOKENS", SPLIT)
-
-
-@pytest.fixture(autouse=True)
-def dot_of_single_rows(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the interpreter add up each element of a product alone.
-
-    The product of numpy's BLAS depends, on some CPUs, on where a row stands in its tile.
-    """
-    if triton_device == "cuda":
-        return
-
-    def create_dot(self: object, a: Any, b: Any, d: Any, *precision: object) -> Any:
-        terms = a.data[..., :, None, :] * b.data.swapaxes(-1, -2)[..., None, :, :]
-        return interpreter.TensorHandle(terms.sum(-1, dtype=d.data.dtype) + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"plain": {}, "window": {"window": 50}, "capped": {"softcap": 3.0}}

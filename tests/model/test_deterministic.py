@@ -63,7 +63,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.requires_bf16_products)]
+)
 @pytest.mark.parametrize("shape", [(960, 576), (64, 1536), (199, 64), (36, 101)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_batch_invariant_linear_has_the_same_bits_in_any_batch(
@@ -243,6 +245,7 @@ def test_deterministic_transformers_model_on_triton_is_rejected(sample_of: Get) 
         load_model(config)
 
 
+@pytest.mark.usefixtures("dot_of_single_rows")
 @pytest.mark.parametrize(("dtype", "has_bias"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_triton_linear_has_the_same_bits_in_any_batch(dtype: torch.dtype, has_bias: bool) -> None:
     weight, x = torch.randn(160, 64, device=KERNELS).to(dtype), torch.randn(150, 64, device=KERNELS).to(dtype)

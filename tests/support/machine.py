@@ -59,6 +59,14 @@ def _has_avx512_bf16() -> bool:
     return has_avx512_bf16()
 
 
+def _has_bf16_products() -> bool:
+    import torch
+
+    from chatcache.model.linear import packed_linear
+
+    return packed_linear(torch.zeros(64, 64, dtype=torch.bfloat16), None) is not None
+
+
 def _has_byte_tables() -> bool:
     from chatcache_kernels.cpu.int8 import has_avx512_vbmi
 
@@ -101,6 +109,7 @@ REQUIREMENTS: Mapping[str, Requirement] = {
     "interpreter": Requirement("Triton kernels are compiled here; tests/gpu runs these cases", _has_interpreter),
     "requires_amx": Requirement("the CPU has no AMX", _has_amx),
     "requires_avx512_bf16": Requirement("the CPU has no AVX512-BF16", _has_avx512_bf16),
+    "requires_bf16_products": Requirement("oneDNN has no bfloat16 products on the CPU", _has_bf16_products),
     "requires_vbmi": Requirement("the CPU has no AVX512-VBMI", _has_byte_tables),
     "requires_vnni": Requirement("the CPU has no AVX512-VNNI", _has_byte_products),
     "traced": Requirement("the system forbids strace", _can_trace),
