@@ -130,7 +130,7 @@ class VirtualTokenCounter:
             self._decode_branches = step.decode_branches
             self._num_decode_branches = Counter(branch.request.namespace for branch in self._decode_branches)
         for namespace, count in self._num_decode_branches.items():  # `charge_output`, without a call in every step
-            self._counters[namespace] = self[namespace] + OUTPUT_WEIGHT * count
+            self._counters[namespace] = self._counters.get(namespace, 0) + OUTPUT_WEIGHT * count
 
 
 class DecodeShares:
@@ -153,6 +153,9 @@ class DecodeShares:
         self._num_steps += 1
         if branches is not self._branches:  # usually the same list as before the previous step
             self._update(branches)
+        if len(self._indices) == 1 and not self._absent:
+            self._turns.clear()
+            return None
         counts = list(map(len, self._indices.values()))
         max_branches = self._max_branches(counts)
         if self._absent:
