@@ -56,11 +56,11 @@ from tests.gpu import test_runner as gpu_runner_tests
 
 pytestmark = pytest.mark.slow
 
-KERNEL_STAGES: list[Callable[[StageContext], None]] = [
+KERNEL_STAGES: list[Any] = [
     limits.run,
     attention.run_decode,
     attention.run_prefill,
-    small_kernels.run,
+    pytest.param(small_kernels.run, marks=pytest.mark.requires_bf16_products),
     sampling.run,
     layers.run,
     planning.run,
@@ -96,6 +96,7 @@ def test_kernel_stage_measures_figures(run: Callable[[StageContext], None], cont
         (fp8, "run"),
     ],
 )
+@pytest.mark.usefixtures("dot_of_single_rows")
 def test_kernel_stage_runs_on_triton(
     module: ModuleType, function: str, context: StageContext, triton_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,8 @@ from tests.model.determinism import (
 )
 from tests.model.families import FAMILIES, RECURRENT, save_random
 
+pytestmark = pytest.mark.requires_bf16_products  # most tests compare models in both types
+
 DTYPES = ("float32", "bfloat16")
 MODELS = [f"{shape}-{dtype}" for shape in SHAPES for dtype in DTYPES]
 FAST_MODEL = "llama-float32"

@@ -50,6 +50,7 @@ from tests.model.drive import KERNELS, no_warm_up
 from tests.model.families import FAMILIES, Sample, save_random
 
 LAYERS = ("qkv", "out", "gate_up", "down")
+BF16 = pytest.mark.requires_bf16_products
 
 Get = Callable[[str], Sample]
 Load = Callable[..., Runner]
@@ -63,9 +64,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.requires_bf16_products)]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=BF16)])
 @pytest.mark.parametrize("shape", [(960, 576), (64, 1536), (199, 64), (36, 101)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_batch_invariant_linear_has_the_same_bits_in_any_batch(
@@ -139,7 +138,7 @@ def test_most_probe_products_cancel() -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "phi3-native", "opt", "gpt-oss-sinks"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=BF16)])
 @pytest.mark.slow
 def test_model_family_passes_the_determinism_check(
     name: str, dtype: str, sample_of: Get, monkeypatch: pytest.MonkeyPatch
@@ -294,6 +293,7 @@ def test_tile_with_another_order_of_summation_is_not_used(wrong: int, monkeypatc
 
 
 @pytest.mark.interpreter  # tests/gpu/test_determinism.py compiles the kernels
+@pytest.mark.usefixtures("dot_of_single_rows")
 @pytest.mark.slow
 def test_native_model_on_triton_has_the_same_bits_in_any_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {**determinism.SHAPE, "intermediate_size": 96, "num_hidden_layers": 1}

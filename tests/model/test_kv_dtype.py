@@ -50,6 +50,7 @@ def test_logits_over_fp8_pages_of_triton_are_close_to_reference(name: str, sampl
     assert distance(logprobs(runner, PROMPTS), logprobs(expected, PROMPTS)) < (2e-3 if CPU == KERNELS else 2e-2)
 
 
+@pytest.mark.usefixtures("dot_of_single_rows")
 @pytest.mark.slow
 def test_deterministic_model_over_fp8_pages_does_not_depend_on_chunks(sample_of: Get, load: Load) -> None:
     """Logits are equal to the bit; loading has also compared batches, chunks and single tokens."""
