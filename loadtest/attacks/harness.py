@@ -6,9 +6,9 @@ little itself, and a request that the engine takes no part in ("read") shows wha
     idle | attack begins, settle | attacked | attack ends, settle | idle
 
 The idle times before and after are one baseline. A p99 of few requests is one of the worst samples, so attacks on the
-engine are measured `ENGINE_FACTOR` times as long: each side then has about 1,000 responses. They begin
-`ENGINE_SETTLE_FACTOR` times as long before: alone, their first requests compute most of their tokens, so that they end,
-which is the work of the gateway, while other clients are measured.
+engine are measured `ENGINE_FACTOR` times as long. They begin `ENGINE_SETTLE_FACTOR` times as long before: alone, their
+first requests compute most of their tokens, so that they end, which is the work of the gateway, while other clients are
+measured.
 """
 
 from __future__ import annotations
