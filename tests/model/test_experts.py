@@ -16,7 +16,7 @@ from chatcache.model.linear import Int8LinearFactory
 from chatcache.model.runner import Runner
 from chatcache.model.transformers.experts import replace_experts
 from tests.model.drive import greedy
-from tests.model.families import EXPERTS, GATED, VOCAB, save_random
+from tests.model.families import EXPERTS, FAMILIES, GATED, VOCAB, save_random
 
 Load = Callable[..., Runner]
 NUM_NEW = 64
@@ -32,15 +32,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "granitemoe": lambda: transformers.GraniteMoeConfig(**GATED, **LOCAL),
     "glm4-moe": lambda: transformers.Glm4MoeConfig(**GATED, **SIGMOID),
     "gpt-oss": lambda: transformers.GptOssConfig(**GATED, **LOCAL, head_dim=16, sliding_window=12, swiglu_limit=2.0),
-    "gemma4": lambda: transformers.Gemma4TextConfig(
-        **GATED,
-        enable_moe_block=True,
-        num_experts=4,
-        top_k_experts=2,
-        moe_intermediate_size=32,
-        hidden_size_per_layer_input=0,
-        head_dim=16,
-    ),
+    "gemma4": FAMILIES["gemma4-moe"].config,
     "ernie4-5-moe": lambda: transformers.Ernie4_5_MoeConfig(
         **GATED, moe_num_experts=4, moe_k=2, moe_intermediate_size=32, moe_num_shared_experts=1
     ),
