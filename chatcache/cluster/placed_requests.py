@@ -333,8 +333,8 @@ class PlacedRequests:
     def _receive_reply(self, worker: RemoteWorker, reply: Reply) -> None:
         drop = self._drops.get(reply.call)
         if drop is not None:
-            dropped_from = self._by_id.get(drop.request_id)
-            if dropped_from is not None and dropped_from.worker is not worker:
+            found = self._by_id.get(drop.request_id)
+            if found is not None and found.worker is not worker:
                 return  # of a worker that has refused the request: another one has it, and the drop
             del self._drops[reply.call]
         placed = self._by_call.get(reply.call)
@@ -371,7 +371,7 @@ class PlacedRequests:
         if not placed.needs_new_record:
             self._submit_to(placed, other, self._reserve(placed, other))
         for call in [call for call, drop in self._drops.items() if drop.request_id == placed.id]:
-            self._send(self._drops.pop(call))
+            self._send(self._drops.pop(call))  # again, to the other worker
         return True
 
     def _runs(self, worker: RemoteWorker, request_id: str) -> PlacedRequest | None:

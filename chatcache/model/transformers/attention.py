@@ -64,7 +64,7 @@ class Pass:
     step: AttentionStep | Probe
     positions: Tensor
     windows: Mapping[int, int]
-    _angles: dict[tuple[str, int], tuple[Any, Angles]] = field(default_factory=dict)
+    _angles: dict[tuple[str, int], tuple[Any, Angles]] = field(default_factory=dict, init=False)
 
     def angles(self, form: str, given: Any, prepare: Callable[[Any], Angles]) -> Angles:
         """Return `prepare(given)`, computed once a pass for each `given` and form: most layers share theirs."""
@@ -93,7 +93,7 @@ def current_pass() -> Pass:
 
 
 def current_step() -> AttentionStep | Probe:
-    """Return the step of that pass."""
+    """Return the step of the pass that runs in this thread."""
     return _PASS.get().step
 
 

@@ -69,24 +69,14 @@ class Recorder(Probe):
     answer: Tensor | None = None
     calls: dict[int, AttentionCall] = field(default_factory=dict)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        Probe.attend(self, q, k, v, layer, scale, window)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, *options: Any) -> Tensor:
+        Probe.attend(self, q, k, v, layer, scale, *options)
         if (out := self.answer) is None:
             heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
             out = functional.scaled_dot_product_attention(
                 heads[0], heads[1], heads[2], is_causal=True, scale=scale, enable_gqa=True
             )[0].transpose(0, 1)
-        self.calls[layer] = AttentionCall(q, k, v, out, scale, window, softcap, sinks)
+        self.calls[layer] = AttentionCall(q, k, v, out, scale, *options)
         return out
 
     def rope_attend(
@@ -99,21 +89,21 @@ class Recorder(Probe):
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One call of an attention module of transformers. `is_alone`: it changed none of its arguments."""
+    """One call of an attention module of transformers. `is_pure`: it changed none of its arguments."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     result: Any
-    is_alone: bool
+    is_pure: bool
 
 
 @dataclass(slots=True)
 class Recording:
     """One pass of a model: what its attention layers attended with, and the calls of modules that have projections."""
 
+    positions: Tensor
     recorder: Recorder = field(default_factory=Recorder)
     calls: dict[nn.Module, list[ModuleCall]] = field(default_factory=dict)
-    positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
 
 def record_attention(model: nn.Module, max_position: int) -> Recording:
@@ -121,7 +111,7 @@ def record_attention(model: nn.Module, max_position: int) -> Recording:
     device = next(model.parameters()).device
     spread = [0, 1, 2, max_position // 3, max_position - 2, max_position - 1]
     positions = torch.tensor(sorted({min(max(place, 0), max_position - 1) for place in spread}), device=device)
-    recording = Recording(positions=positions)
+    recording = Recording(positions)
     ids = torch.arange(1, len(positions) + 1, device=device)
     with torch.inference_mode(), _record_calls(model, recording):
         run_model(model, ids, Pass(recording.recorder, positions, {}), {})
@@ -131,7 +121,7 @@ def record_attention(model: nn.Module, max_position: int) -> Recording:
 @contextmanager
 def _record_calls(model: nn.Module, recording: Recording) -> Iterator[None]:
     """Record the calls of modules that have a query projection, or one for queries, keys and values."""
-    sizes: list[list[int]] = []
+    sizes: list[list[int]] = []  # of the arguments of the calls that have not returned
     hooks: list[Any] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -171,7 +161,7 @@ def join_attention(
     def make(module: Any) -> JoinedAttention | None:
         nonlocal likely
         calls = recording.calls.pop(module, [])
-        if len(calls) != 1 or not calls[0].is_alone or module.layer_idx not in recording.recorder.calls:
+        if len(calls) != 1 or not calls[0].is_pure or module.layer_idx not in recording.recorder.calls:
             return None
         attended = recording.recorder.calls[module.layer_idx]
         joined = _join(module, calls[0], attended, recording.positions, likely, kernels)

@@ -40,7 +40,7 @@ class FusedNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """Gated MLP: gate and up projections in one product, the activation in one kernel."""
+    """Gated MLP: gate and up projections in one product, the activation `activate` in one kernel."""
 
     def __init__(self, activate: Activation, source: Any) -> None:
         super().__init__()
@@ -98,8 +98,9 @@ def _fuse_mlp(module: Any, kernels: AttentionBackend) -> FusedMLP | None:
         return None
     if set(dict(module.named_children())) - {*names, "act_fn"}:
         return None
+    fused = FusedMLP(kernels.silu_mul, module)
     for activate in (kernels.silu_mul, kernels.gelu_mul):
-        fused = FusedMLP(activate, module)
+        fused.activate = activate
         if _gives_same(module, fused, layers[0].in_features, layers[0].weight):
             return fused
     return None

@@ -362,7 +362,7 @@ def panel_functions(tiled: bool) -> tuple[Any, Any]:
 
     multiply(native, job, panel, scratch, configs, configured) multiplies the tokens of a TILE_JOB with a panel, and
     returns the number of tokens that AMX is configured for: `configured` before, by `configs` of `group_configs`.
-    `scratch`: address of SCRATCH_FLOATS floats. `native`: as in `matmul`. release(configured) releases them.
+    `scratch`: address of SCRATCH_FLOATS floats. `native`: as in `matmul`. release(configured) releases the tiles.
     A kernel contains only one of each: LLVM cannot generate AMX code for other CPUs, even where it is never reached.
     """
     return (_multiply_tiled, _release_tiles) if tiled else (_multiply_pairs, _release_nothing)
