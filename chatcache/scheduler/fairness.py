@@ -52,7 +52,7 @@ MAX_REMEMBERED = 4096
 MAX_DELAY = 0.5
 """By how much a further namespace may lengthen a step, as a part of its time with the smallest namespace alone."""
 
-MIN_DECODE_BRANCHES = 4
+MIN_DECODE_BRANCHES = 2
 """For each further namespace, so many branches decode in a step whatever the measured speed: a step has other costs."""
 
 
