@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from chatcache.config import McpServer, ServerConfig
 from chatcache.errors import ChatcacheError, NotFoundError
 from chatcache.gateway.mcp import servers as mcp_servers
+from chatcache.gateway.mcp.client import list_tools
 from chatcache.gateway.mcp.servers import LIST_LIFETIME_S, MAX_CALLS_PER_OWNER, MAX_RESULT_BYTES, McpServers
 from tests.gateway.described import Described
 from tests.gateway.documents import DOCS, command_lines
@@ -178,7 +179,26 @@ def test_slow_tool_is_a_clear_error(server: Server, tools: ToolServer) -> None:
 
 def test_call_of_a_server_that_is_down_is_a_clear_error(server: Server) -> None:
     status, answer = call(server, "down", "add", confirmed=True)
-    assert status == 502 and answer["error"]["message"] == "the MCP server 'down' failed: no connection"
+    assert (
+        status == 502
+        and answer["error"]["message"] == "the MCP server 'down' failed: no connection: connection refused"
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://127.0.0.1:1/mcp", "connection refused"),
+        ("http://nowhere.invalid/mcp", "its host name is not known"),
+        ("https://127.0.0.1:{port}/mcp", "TLS failed, wrong version number"),
+    ],
+)
+def test_failed_connection_names_its_cause_without_the_address(tools: ToolServer, url: str, reason: str) -> None:
+    port = tools.url.rpartition(":")[2].partition("/")[0]
+    server = McpServer(name="there", url=url.format(port=port))
+    with pytest.raises(ChatcacheError) as caught:
+        asyncio.run(list_tools(server))
+    assert caught.value.message == f"the MCP server 'there' failed: no connection: {reason}"
 
 
 def test_server_that_never_answers_does_not_delay_the_others(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -101,7 +103,23 @@ def _describe(error: BaseException) -> str:
         text = " ".join(error.message.split())
         return text if len(text) <= MAX_SERVER_TEXT else f"{text[:MAX_SERVER_TEXT]}…"
     if isinstance(error, httpx2.ConnectError):
-        return "no connection"
+        return f"no connection: {_connect_reason(error)}"
+    return type(error).__name__
+
+
+def _connect_reason(error: BaseException) -> str:
+    """Describe the first cause of a failed connection, without addresses."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    match error:
+        case ssl.SSLCertVerificationError():
+            return f"its certificate is not accepted, {error.verify_message}"
+        case ssl.SSLError():
+            return f"TLS failed, {(error.reason or 'unknown reason').replace('_', ' ').lower()}"
+        case socket.gaierror():
+            return "its host name is not known"
+        case OSError(errno=int(number)):
+            return os.strerror(number).lower()
     return type(error).__name__
 
 
