@@ -271,11 +271,12 @@ class Takeover:
         self._requests = requests
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def record(self, request_id: str, data: bytes) -> None:
-        """Leave a record of a running request; without effect while the bus does not answer."""
-        if (placed := self._requests.get(request_id)) is not None:
-            placed.data = data
-            await self._records.write([placed.to_record()])
+    async def record(self, request_id: str, data: bytes) -> bool:
+        """Leave a record of a running request; return False if the bus does not answer, and stores it later."""
+        if (placed := self._requests.get(request_id)) is None:
+            return True
+        placed.data = data
+        return await self._records.write([placed.to_record()])
 
     def discard_record(self, request_id: str) -> None:
         self._records.discard(request_id)

@@ -61,8 +61,11 @@ class RequestRecorder(Protocol):
     on_lost: Callable[[str], None] | None
     owns: Callable[[str], Awaitable[bool]] | None
 
-    async def record(self, request_id: str, data: bytes) -> None:
-        """Leave a record of a running request, with `data` for the gateway that takes it over."""
+    async def record(self, request_id: str, data: bytes) -> bool:
+        """Leave a record of a running request, with `data` for the gateway that takes it over.
+
+        Returns False if that is not possible now; it is tried again.
+        """
         ...
 
     def leave(self, request_id: str) -> None:
