@@ -248,7 +248,7 @@ class RemoteEngine:
         found = dict(zip(ids, values, strict=True))
         for each in self._silent_leases.update(found):
             log.error("worker %s does not renew its lease", each)
-            await self._redis.delete(bus.worker_key(each))  # it takes a new id if it goes on
+            await self._redis.delete(bus.worker_key(each))  # it takes a new id if it continues
             found[each] = None
         self._refused.intersection_update(ids)
         for worker in list(self._workers.values()):

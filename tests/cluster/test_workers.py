@@ -206,7 +206,7 @@ async def test_lost_worker_is_replaced_without_gap_or_repetition(server: RedisSe
 async def test_silent_worker_is_replaced_before_its_lease_expires(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lease, of ten minutes here, is deleted, so that it takes a new id if it goes on."""
+    """Its lease, of ten minutes here, is deleted, so that it takes a new id if it continues."""
     monkeypatch.setattr(bus, "LEASE_S", 600.0)
     async with worker(server, "a") as first, worker(server, "b") as second, gateway(server, 2) as engine:
         await engine.submit(request("r", 700, prompt=(5,)))
