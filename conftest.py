@@ -6,6 +6,7 @@ Tiers: the default tier is fast; `--tier slow` runs the tests marked `slow` inst
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import random
@@ -51,6 +52,12 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default; Triton 3.
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--tier`."""
     parser.addoption("--tier", choices=("default", "slow", "all"), help="test tier to run")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a full-size run take longer than `faulthandler_timeout`."""
+    if item.get_closest_marker("long"):
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(optionalhook=True)

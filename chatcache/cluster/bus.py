@@ -12,7 +12,8 @@ All keys begin with `chatcache:bus:`.
     place:<slot>   what is cached where, see `redis_placement`
 
 An id stands for one run of a process. A process whose lease expired takes a new one, and everything under its old id is
-void. So no command or notice of a process that counted as dead can have an effect later.
+void. So no command or notice of a process that counted as dead can have an effect later. A gateway deletes the lease of
+a worker that does not renew it, see `SilentLeases`.
 
 An entry contains all that was collected while the previous entry was sent. The cost of a stream entry (about 0.1 ms) is
 therefore shared by all requests of a step, and under load by several steps.
@@ -41,8 +42,9 @@ from chatcache.types.stats import EngineHealth, ModelInfo
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 3.0
-RENEW_S = LEASE_S / 6
+LEASE_S = 4.0  # longer than Sentinels need to name another primary
+RENEW_S = 0.3
+SILENT_S = 1.75  # without a renewal, while Redis answers: a worker counts as dead before its lease expires
 RETAIN_S = 60.0  # of entries that were sent, and of the streams of a process that ended
 TIMEOUT_S = 1.0
 RETRY_S = 0.1
@@ -170,6 +172,7 @@ class Lease:
         self._client = client
         self._key = key
         self.is_acquired = False
+        self._was_answered = False
         self._renewed_at = asyncio.get_running_loop().time()
 
     async def renew(self, value: bytes) -> bool:
@@ -188,16 +191,46 @@ class Lease:
             except redis.ResponseError:  # of a primary that is cut off from its replicas
                 await close_idle_connections(self._client)
                 raise
+        self._was_answered = is_held is not None
         if is_held is None:
             return not self.is_acquired or loop.time() - self._renewed_at < LEASE_S
         self.is_acquired, self._renewed_at = True, started_at
         return is_held
+
+    async def wait(self) -> None:
+        """Wait until the lease should be renewed again: soon if the server did not answer."""
+        await asyncio.sleep(RENEW_S if self._was_answered else RETRY_S)
 
     async def give_up(self) -> None:
         """Delete the key, so that others need not wait until it expires."""
         with ignore_outages():
             async with asyncio.timeout(TIMEOUT_S):
                 await self._client.delete(self._key)
+
+
+class SilentLeases:
+    """Finds leases that exist and are not renewed, by the values that polls return.
+
+    At most `max_gap_s` between two polls counts. So an outage, in which nothing can be renewed, is no silence.
+    """
+
+    def __init__(self, max_gap_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_gap_s = max_gap_s
+        self._clock = clock
+        self._last_s = 0.0
+        self._seen: dict[str, tuple[bytes, float]] = {}  # by holder: value, seconds since it was first seen
+
+    def update(self, values: Mapping[str, bytes | None]) -> list[str]:
+        """Return the holders whose value has been the same for `SILENT_S`. `values`: by holder, None without lease."""
+        now_s = self._clock()
+        gap_s, self._last_s = min(now_s - self._last_s, self._max_gap_s), now_s
+        seen: dict[str, tuple[bytes, float]] = {}
+        for holder, value in values.items():
+            if value is not None:
+                last, silent_s = self._seen.get(holder, (None, 0.0))
+                seen[holder] = value, silent_s + gap_s if last == value else 0.0
+        self._seen = seen
+        return [holder for holder, (_, silent_s) in seen.items() if silent_s >= SILENT_S]
 
 
 class OutageMonitor:

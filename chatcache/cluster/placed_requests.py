@@ -63,13 +63,15 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True):
 class RequestRecord(msgspec.Struct, frozen=True):
     """A request that another gateway can take over, see `takeover`.
 
-    `numerics`: of the workers that ran it. `data`: what the gateway knows besides.
+    `numerics`: of the workers that ran it. `data`: what the gateway knows besides. `num_takeovers`: of
+    two gateways that have taken the record over, the one with the higher number owns it.
     """
 
     request: GenerateRequest
     attempts: tuple[Attempt, ...]
     numerics: str
     data: bytes
+    num_takeovers: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -77,9 +79,9 @@ class PlacedRequest:
     """A request from its submit to its terminal event, and the worker that runs it (None: it waits for one).
 
     `calls`: the number of its submit, and one for each worker that resumed it. `is_answered`: its worker has answered
-    the last of them; events before that answer are of an earlier submit to the same worker. `attempts` and `data`: see
-    `RequestRecord`; without data the request has no record. `held`: what its worker sends while what it has sent
-    before is read from the bus; None otherwise. `refused_by`: ids of the workers without room for it.
+    the last of them; events before that answer are of an earlier submit to the same worker. `attempts`, `data` and
+    `num_takeovers`: see `RequestRecord`; without data the request has no record. `held`: what its worker sends while
+    what it has sent before is read from the bus; None otherwise. `refused_by`: ids of the workers without room for it.
     """
 
     calls: list[int]
@@ -95,6 +97,7 @@ class PlacedRequest:
     refused_by: set[str] = field(default_factory=set)
     attempts: list[Attempt] = field(default_factory=list)
     data: bytes | None = None
+    num_takeovers: int = 0
     held: list[Item] | None = None
 
     @property
@@ -118,12 +121,14 @@ class PlacedRequest:
             numerics=record.numerics,
             attempts=list(record.attempts),
             data=record.data,
+            num_takeovers=record.num_takeovers,
             held=[],
         )
 
     def to_record(self) -> RequestRecord:
         """Return what another gateway needs to take the request over."""
-        return RequestRecord(self.journal.request, tuple(self.attempts), self.numerics, self.data or b"")
+        attempts = tuple(self.attempts)
+        return RequestRecord(self.journal.request, attempts, self.numerics, self.data or b"", self.num_takeovers)
 
     def resume_error(self) -> ChatcacheError | None:
         """Return why no other worker can resume the request; None if one can."""

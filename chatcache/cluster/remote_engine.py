@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_REPORT_AGE_S = 0.1
-_POLL_S = 0.5
+_POLL_S = 0.2
 _NO_WORKER = "no engine worker is ready"
 
 
@@ -62,6 +62,7 @@ class RemoteEngine:
         self._requests = PlacedRequests(self._router, self._workers, self._numbers, self._records.write)
         self._tasks: list[asyncio.Task[None]] = []
         self._outages = bus.OutageMonitor()
+        self._silent_leases = bus.SilentLeases(max_gap_s=2 * _POLL_S)
         self._has_lease = asyncio.Event()
         self._loaded = asyncio.Event()
         self._error: ChatcacheError | None = None
@@ -222,8 +223,8 @@ class RemoteEngine:
             for worker in list(self._workers.values()):  # which are not at fault, and used again
                 await self._remove(worker, num_lost=0)
             self._has_lease.set()
-            while await lease.renew(b"1"):  # noqa: ASYNC110 - time is what matters
-                await asyncio.sleep(bus.RENEW_S)
+            while await lease.renew(b"1"):
+                await lease.wait()
             log.error("the lease of this gateway expired: its requests are resumed")
             self._has_lease.clear()
 
@@ -245,6 +246,10 @@ class RemoteEngine:
         values = await self._redis.mget([bus.worker_key(each) for each in ids]) if ids else []
         self._outages.record_answer()
         found = dict(zip(ids, values, strict=True))
+        for each in self._silent_leases.update(found):
+            log.error("worker %s does not renew its lease", each)
+            await self._redis.delete(bus.worker_key(each))  # it takes a new id if it continues
+            found[each] = None
         self._refused.intersection_update(ids)
         for worker in list(self._workers.values()):
             has_lease = bool(found.get(worker.id))

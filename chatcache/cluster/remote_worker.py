@@ -25,7 +25,7 @@ from chatcache.types.stats import Durations, EngineHealth, Explanation, PageAcco
 
 log = logging.getLogger(__name__)
 
-MAX_RENEWALS = 4  # of the worker's lease, until it has received what was sent before
+MAX_RENEWALS = 7  # of the worker's lease, until it has received what was sent before
 
 
 class RemoteWorker:

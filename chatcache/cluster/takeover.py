@@ -64,6 +64,8 @@ async def take_records(client: bus.Client, old: str, new: str) -> list[RequestRe
     async with client.pipeline(transaction=True) as pipe:
         await pipe.watch(records_key(old))
         found: dict[bytes, bytes] = await pipe.hgetall(records_key(old))
+        taken = [msgspec.structs.replace(each, num_takeovers=each.num_takeovers + 1) for each in _decode_records(found)]
+        found |= {each.request.request_id.encode(): msgspec.msgpack.encode(each) for each in taken}
         pipe.multi()
         if found:
             pipe.hset(records_key(new), mapping=found)
@@ -71,7 +73,7 @@ async def take_records(client: bus.Client, old: str, new: str) -> list[RequestRe
         pipe.delete(records_key(old))
         pipe.srem(RECORDED, old)
         await pipe.execute()
-    return _decode_records(found)
+    return taken
 
 
 def _decode_records(found: Mapping[bytes, bytes]) -> list[RequestRecord]:
@@ -262,7 +264,7 @@ class Takeover:
     """
 
     def __init__(self, client: bus.Client, records: GatewayRecords, requests: PlacedRequests) -> None:
-        self.on_adopt: Callable[[GenerateRequest, bytes, int], Awaitable[bool]] | None = None
+        self.on_adopt: Callable[[GenerateRequest, bytes, int, int], Awaitable[bool]] | None = None
         self.on_lost: Callable[[str], None] | None = None
         self.owns: Callable[[str], Awaitable[bool]] | None = None
         self.num_adopted = 0
@@ -271,11 +273,12 @@ class Takeover:
         self._requests = requests
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def record(self, request_id: str, data: bytes) -> None:
-        """Leave a record of a running request; without effect while the bus does not answer."""
-        if (placed := self._requests.get(request_id)) is not None:
-            placed.data = data
-            await self._records.write([placed.to_record()])
+    async def record(self, request_id: str, data: bytes) -> bool:
+        """Leave a record of a running request; return False if the bus does not answer, and stores it later."""
+        if (placed := self._requests.get(request_id)) is None:
+            return True
+        placed.data = data
+        return await self._records.write([placed.to_record()])
 
     def discard_record(self, request_id: str) -> None:
         self._records.discard(request_id)
@@ -377,4 +380,5 @@ class Takeover:
         if items is None or placed.id not in self._records.names:  # another gateway has taken it over meanwhile
             return False
         self._requests.replay(placed, items)
-        return self.on_adopt is not None and await self.on_adopt(placed.journal.request, data, placed.journal.last_seq)
+        journal, number = placed.journal, placed.num_takeovers
+        return self.on_adopt is not None and await self.on_adopt(journal.request, data, journal.last_seq, number)

@@ -187,18 +187,25 @@ class WorkerHost:
         tasks = [asyncio.create_task(writer.run()), asyncio.create_task(self._read())]
         try:
             while await lease.renew(await self._status()):
-                with bus.ignore_outages():
-                    await self._keep_streams()
-                    await self._end_requests_of_lost_gateways()
+                if len(tasks) == 2:
+                    tasks.append(asyncio.create_task(self._maintain()))
                 for task in tasks:
                     if task.done():
                         task.result()  # raises: a defect ends the worker instead of silencing it
-                await asyncio.sleep(bus.RENEW_S)
+                await lease.wait()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await lease.give_up()
+
+    async def _maintain(self) -> None:
+        """Do what follows a renewal of the lease; it may wait for the engine, and the renewals do not."""
+        while True:
+            with bus.ignore_outages():
+                await self._keep_streams()
+                await self._end_requests_of_lost_gateways()
+            await asyncio.sleep(bus.RENEW_S)
 
     async def _status(self) -> bytes:
         model_info = self._engine.model_info

@@ -51,18 +51,21 @@ class ModelRunner(Protocol):
 class RequestRecorder(Protocol):
     """Leaves records of requests, from which another gateway can take them over when this one has ended.
 
-    `on_adopt` is called with a request of another gateway that has ended, the data of its record, and the number of its
-    events so far; it returns whether this gateway continues it. `on_lost` is called with the id of a request that
-    another gateway has taken over from this one. `owns` is asked about a request whose record is missing, and returns
-    whether no other gateway has taken it over.
+    `on_adopt` is called with a request of another gateway that has ended, the data of its record, the number of its
+    events so far, and how often it was taken over; it returns whether this gateway continues it. `on_lost` is called
+    with the id of a request that another gateway has taken over from this one. `owns` is asked about a request whose
+    record is missing, and returns whether no other gateway has taken it over.
     """
 
-    on_adopt: Callable[[GenerateRequest, bytes, int], Awaitable[bool]] | None
+    on_adopt: Callable[[GenerateRequest, bytes, int, int], Awaitable[bool]] | None
     on_lost: Callable[[str], None] | None
     owns: Callable[[str], Awaitable[bool]] | None
 
-    async def record(self, request_id: str, data: bytes) -> None:
-        """Leave a record of a running request, with `data` for the gateway that takes it over."""
+    async def record(self, request_id: str, data: bytes) -> bool:
+        """Leave a record of a running request, with `data` for the gateway that takes it over.
+
+        Returns False if that is not possible now; it is tried again.
+        """
         ...
 
     def leave(self, request_id: str) -> None:

@@ -50,6 +50,7 @@ from chatcache.storage.redis_client import (
     GatewayHeartbeats,
     Pipe,
     RedisConnection,
+    RunningEntry,
     probe_server,
 )
 from chatcache.storage.redis_layout import (
@@ -665,7 +666,7 @@ async def assign_owner(pipe: Pipe, *, conversation_id: str, owner: str, to: str)
     """
     data = await pipe.get(head_key(conversation_id))
     head = unpack_head(data) if data is not None else None
-    running = {entry.decode().partition(" ")[2] for entry in await pipe.hvals(RUNNING_KEY)}
+    running = {RunningEntry.decode(entry).conversation_id for entry in await pipe.hvals(RUNNING_KEY)}
     pipe.multi()
     if head is None or head.conversation.owner != owner:
         return OwnerAssignment()

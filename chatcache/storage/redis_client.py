@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import redis
@@ -280,6 +280,19 @@ class RedisConnection:
             await close_idle_connections(client)
 
 
+class RunningEntry(NamedTuple):
+    """An entry in the table of running responses: the process that runs one, and how often it was taken over."""
+
+    process: str
+    conversation_id: str
+    num_takeovers: int
+
+    @classmethod
+    def decode(cls, entry: bytes) -> RunningEntry:
+        process, conversation_id, *number = entry.decode().split(" ")
+        return cls(process, conversation_id, int(*number))
+
+
 class GatewayHeartbeats:
     """The liveness lease of this gateway process, and the clean-up after processes that died.
 
@@ -316,16 +329,16 @@ class GatewayHeartbeats:
             entry: bytes | None = await client.hget(RUNNING_KEY, response_id)
             if entry is None:
                 return None, False
-            process = entry.decode().partition(" ")[0]
+            process = RunningEntry.decode(entry).process
             return entry, process == self._process or await _exists(client, alive_key(process))
 
         entry, is_alive = await self._connection.run(read)
         if entry is None:
             return None
-        process, _, conversation_id = entry.decode().partition(" ")
+        found = RunningEntry.decode(entry)
         if is_alive:
-            return process
-        await self._end_response(conversation_id, response_id, entry)
+            return found.process
+        await self._end_response(found.conversation_id, response_id, entry)
         return None
 
     async def running_ids(self) -> Sequence[str]:
@@ -333,20 +346,22 @@ class GatewayHeartbeats:
         found: list[bytes] = await self._connection.run(lambda client: client.hkeys(RUNNING_KEY))
         return [name.decode() for name in found]
 
-    async def take_over(self, conversation_id: str, response_id: str) -> bool:
+    async def take_over(self, conversation_id: str, response_id: str, num_takeovers: int) -> bool:
         """Have this process run a response of a process that has ended, whose result is then refused.
 
-        Returns False if the response does not run any more. Raises: StoreUnavailableError.
+        `num_takeovers`: of the response, this one included; the caller has it from the record of the response, which
+        one process has at a time. Returns False if the response does not run any more, or if a process with a higher
+        number runs it: this one was suspended meanwhile. Raises: StoreUnavailableError.
         """
         key = head_key(conversation_id)
 
         async def work(pipe: Pipe) -> bool:
-            is_running, head = await pipe.hexists(RUNNING_KEY, response_id), await pipe.get(key)
+            entry, head = await pipe.hget(RUNNING_KEY, response_id), await pipe.get(key)
             pipe.multi()
-            if not is_running or head is None:
+            if entry is None or head is None or RunningEntry.decode(entry).num_takeovers > num_takeovers:
                 return False
             pipe.set(key, head)  # a change that the other process has begun fails, and begins again
-            pipe.hset(RUNNING_KEY, response_id, f"{self._process} {conversation_id}")
+            pipe.hset(RUNNING_KEY, response_id, f"{self._process} {conversation_id} {num_takeovers}")
             self.renew(pipe)
             return True
 
@@ -373,7 +388,7 @@ class GatewayHeartbeats:
         """Check that no other process has taken a response over. Raises: ResponseElsewhereError."""
         if turn is not None and turn.status != IN_PROGRESS:
             entry: bytes | None = await pipe.hget(RUNNING_KEY, turn.id)
-            if entry is not None and entry.decode().partition(" ")[0] != self._process:
+            if entry is not None and RunningEntry.decode(entry).process != self._process:
                 raise ResponseElsewhereError(turn.id, "end", "response_id")
 
     def start(self) -> None:
@@ -446,7 +461,7 @@ class GatewayHeartbeats:
         self._given_up = {name: given_s for name, given_s in self._given_up.items() if given_s > earliest_s}
         own = self._own_responses | self._given_up.keys()
         for response, entry in running.items():
-            process, _, conversation_id = entry.decode().partition(" ")
+            process, conversation_id, _ = RunningEntry.decode(entry)
             if process not in is_alive:
                 key = alive_key(process)
                 is_alive[process] = bool(await self._connection.run(partial(_exists, key=key)))

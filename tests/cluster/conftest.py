@@ -27,3 +27,4 @@ def patient_bus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server and processes that never end by themselves: on a busy machine they may answer late."""
     monkeypatch.setattr(bus, "TIMEOUT_S", 30.0)
     monkeypatch.setattr(bus, "LEASE_S", 60.0)
+    monkeypatch.setattr(bus, "SILENT_S", 60.0)

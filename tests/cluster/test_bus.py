@@ -93,6 +93,34 @@ async def test_lease_that_is_not_renewed_expires(server: RedisServer, monkeypatc
     await client.aclose()
 
 
+def test_lease_that_is_not_renewed_is_silent_after_a_while() -> None:
+    now_s = 100.0
+    leases = bus.SilentLeases(0.5, lambda: now_s)
+    assert not leases.update({"w": b"1", "gone": None})
+    while (now_s := now_s + 0.25) < 100.0 + bus.SILENT_S:
+        assert not leases.update({"w": b"1", "gone": None})
+    assert leases.update({"w": b"1", "gone": None}) == ["w"]
+    assert not leases.update({"w": b"2"})
+
+
+def test_lease_of_a_worker_that_is_busy_for_a_second_is_not_silent() -> None:
+    now_s = 100.0
+    leases = bus.SilentLeases(0.5, lambda: now_s)
+    for number in range(3):
+        renewed_s = now_s
+        while now_s <= renewed_s + bus.RENEW_S + 1.0 + bus.RETRY_S:
+            assert not leases.update({"w": b"%d" % number})
+            now_s += 0.05
+
+
+def test_outage_is_no_silence() -> None:
+    now_s = 100.0
+    leases = bus.SilentLeases(0.5, lambda: now_s)
+    leases.update({"w": b"1"})
+    now_s += 60.0
+    assert not leases.update({"w": b"1"})
+
+
 async def test_closed_client_has_no_connections(tmp_path: Path) -> None:
     with redis_server(tmp_path / "bus") as server:
         client = bus.connect(server.url)

@@ -48,12 +48,14 @@ class Gateway:
         self.engine.recorder.on_lost = lambda name: self.lost.append(name)
         self.adopted: dict[str, bytes] = {}
         self.num_events: dict[str, int] = {}
+        self.num_takeovers: dict[str, int] = {}
         self.lost: list[str] = []
         self.accepts = True
         self.drains = False
 
-    async def _adopt(self, request: GenerateRequest, data: bytes, num_events: int) -> bool:
+    async def _adopt(self, request: GenerateRequest, data: bytes, num_events: int, num_takeovers: int) -> bool:
         self.adopted[request.request_id] = data
+        self.num_takeovers[request.request_id] = num_takeovers
         self.num_events[request.request_id] = num_events
         if self.drains:
             self.engine.recorder.on_adopt = None
@@ -262,6 +264,7 @@ async def test_gateway_that_drains_leaves_what_it_is_taking_over_to_another_one(
             async with asyncio.timeout(60):
                 await until_adopted(third, 1)
                 assert tokens_of(await collect(third.engine, "r")) == expected_tokens((5,), 900)
+            assert (second.num_takeovers["r"], third.num_takeovers["r"]) == (1, 2)
 
 
 @pytest.mark.slow
@@ -302,7 +305,9 @@ async def test_records_have_one_owner_and_unreadable_ones_are_skipped(server: Re
     found = await asyncio.gather(
         *(take_records(client, "one", name) for name in ("two", "three")), return_exceptions=True
     )
-    assert [each for each in found if each and not isinstance(each, BaseException)] == [[record]]
+    assert [each for each in found if each and not isinstance(each, BaseException)] == [
+        [msgspec.structs.replace(record, num_takeovers=1)]
+    ]
     assert not server.admin.exists(records_key("one"))
     assert len([name for name in ("two", "three") if server.admin.exists(records_key(name))]) == 1
     await client.aclose()

@@ -202,6 +202,51 @@ async def test_lost_worker_is_replaced_without_gap_or_repetition(server: RedisSe
         assert len(engine.workers) == 1
 
 
+@pytest.mark.slow
+async def test_silent_worker_is_replaced_before_its_lease_expires(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease, of ten minutes here, is deleted, so that it takes a new id if it continues."""
+    monkeypatch.setattr(bus, "LEASE_S", 600.0)
+    async with worker(server, "a") as first, worker(server, "b") as second, gateway(server, 2) as engine:
+        await engine.submit(request("r", 700, prompt=(5,)))
+        reader = asyncio.create_task(collect(engine, "r"))
+        await asyncio.sleep(0.3)
+        lost = first if first.host.num_requests else second
+        await lost.cut_off(leaves_lease=True)
+        assert server.admin.exists(bus.worker_key(lost.host.id))
+        monkeypatch.setattr(bus, "SILENT_S", 2.0)
+        async with asyncio.timeout(60):
+            assert tokens_of(await reader) == expected_tokens((5,), 700)
+        assert engine.num_moved == 1 and not server.admin.exists(bus.worker_key(lost.host.id))
+
+
+@pytest.mark.slow
+async def test_worker_that_waits_for_its_engine_renews_its_lease(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It aborts requests of a gateway that has ended, which takes as long as a step of the engine."""
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def abort_slowly(*_: object) -> None:
+        started.set()
+        await ended.wait()
+
+    async with worker(server, "a") as only:
+        async with gateway(server) as engine:
+            await engine.submit(request("r", 100_000))
+            monkeypatch.setattr(WorkerHost, "_abort", abort_slowly)
+        await started.wait()
+        num_before = only.host._num_renewals
+
+        async def condition() -> bool:
+            return only.host._num_renewals >= num_before + 2
+
+        await until(condition)
+        ended.set()
+        monkeypatch.undo()
+
+
 def crashing(_: str) -> EngineProcess:
     """Create a client of an engine that `poison` requests crash."""
     return crashing_process()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
@@ -12,6 +16,7 @@ from chatcache.conversations.tree import COMPLETED
 from chatcache.gateway.responses import run as live_response
 from chatcache.gateway.responses.events import ResponseEventWriter
 from chatcache.gateway.responses.steering import MAX_PENDING_STEERS
+from chatcache.gateway.responses.takeover import RecordedSteer, ReplyRecord
 from tests.gateway.frames import LONG, Frame, ask, items_of, receive, send, text_of, until_end
 from tests.gateway.serving import PAGE_SIZE, Server, held, hurry, slowed, wait_until
 
@@ -71,6 +76,72 @@ def test_steer_ends_the_response_and_its_successor_continues(server: Server, soc
     said = items[second["input_item_ids"][0]]
     assert said["content"][0]["text"] == "No: in French!" and said["parent_id"] == end["output"][0]["id"]
     assert items[said["parent_id"]]["content"][0]["text"] == text_of(end)
+
+
+class SlowRecorder:
+    """Stores records of responses slowly, or not at all. `steers`: of each record; `was_sent`: before it was stored."""
+
+    on_adopt: Any = None
+    on_lost: Any = None
+    owns: Any = None
+
+    def __init__(self, server: Server) -> None:
+        self.answers = True
+        self.steers: list[tuple[RecordedSteer, ...]] = []
+        self.was_sent: list[bool] = []
+        self._responses = server.gateway.responses
+
+    async def record(self, request_id: str, data: bytes) -> bool:
+        steers = msgspec.msgpack.decode(data, type=ReplyRecord).steers
+        if steers:
+            await asyncio.sleep(0.3)  # in which the response continues
+            run: Any = next(each for each in self._responses.running() if each.id == request_id)
+            self.was_sent.append(run.log.last_number >= steers[-1].sequence_number)
+        self.steers.append(steers)
+        return self.answers
+
+    def leave(self, request_id: str) -> None: ...
+
+    def discard_record(self, request_id: str) -> None: ...
+
+
+@contextlib.contextmanager
+def recording(server: Server) -> Iterator[SlowRecorder]:
+    server.gateway.recorder = recorder = SlowRecorder(server)
+    try:
+        yield recorder
+    finally:
+        server.gateway.recorder = None
+
+
+def test_steer_is_recorded_with_its_number_before_its_event_is_sent(server: Server, socket: ClientConnection) -> None:
+    with recording(server) as recorder, slowed(server, 0.02):
+        first = begin(socket)
+        send(socket, "response.steer", previous_response_id=first, input="Shorter")
+        accepted = until(socket, "response.steer.accepted")[-1]
+        send(socket, "response.cancel", response_id=until(socket, "response.created")[-1]["response"]["id"])
+        until_end(socket)
+    recorded = next(steers for steers in recorder.steers if steers)
+    assert [each.id for each in recorded] == [accepted["steer"]["id"]]
+    assert recorded[0].sequence_number == accepted["sequence_number"]
+    assert recorder.was_sent == [False]
+
+
+def test_steer_that_cannot_be_recorded_is_refused(server: Server, socket: ClientConnection) -> None:
+    with recording(server) as recorder, slowed(server, 0.02):
+        first = begin(socket)
+        recorder.answers = False
+        send(socket, "response.steer", previous_response_id=first, input="Lost")
+        assert until(socket, "response.steer.failed")[-1]["error"]["code"] == "steering_unavailable"
+        assert recorder.steers[-1] == (), "it would be accepted by the gateway that takes the response over"
+        recorder.answers = True
+        send(socket, "response.steer", previous_response_id=first, input="Shorter")
+        until(socket, "response.steer.accepted")
+        created = until(socket, "response.created")[-1]["response"]
+        send(socket, "response.cancel", response_id=created["id"])
+        end = until_end(socket)[-1]["response"]
+    said = [items_of(server, end)[name]["content"][0]["text"] for name in created["input_item_ids"]]
+    assert said == ["Shorter"]
 
 
 def test_cancel_with_a_reason_is_stored_as_steered(server: Server, socket: ClientConnection) -> None:

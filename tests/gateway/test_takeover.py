@@ -58,7 +58,7 @@ async def take_over(monkeypatch: pytest.MonkeyPatch, gateway: Gateway, errors: l
 
     monkeypatch.setattr(takeover, "_take_over", attempt)
     monkeypatch.setattr(takeover, "RETRY_S", 0.001)
-    return await takeover.take_over(gateway, start_successor, REQUEST, RECORD.encode(), 3)  # type: ignore[arg-type]
+    return await takeover.take_over(gateway, start_successor, REQUEST, RECORD.encode(), 3, 1)  # type: ignore[arg-type]
 
 
 async def test_takeover_while_the_store_does_not_answer_succeeds_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ async def test_response_that_its_gateway_gives_up_ends_unless_another_one_takes_
     first.channel.give_up("resp_left")
     await first._heartbeats._end_orphaned()
     assert await second.channel.find_runner("resp_taken") == first.channel.name, "it may be taken over"
-    assert await second.channel.take_over("conv", "resp_taken")
+    assert await second.channel.take_over("conv", "resp_taken", 1)
 
     async def has_ended() -> bool:
         return (await second.load("me", "conv")).turns["resp_left"].status == INCOMPLETE
@@ -79,6 +79,18 @@ async def test_response_that_its_gateway_gives_up_ends_unless_another_one_takes_
     turns = (await second.load("me", "conv")).turns
     assert [turns[name].status for name in ("resp_taken", "resp_kept")] == [IN_PROGRESS, IN_PROGRESS]
     for store in (first, second):
+        await store.close()
+
+
+async def test_takeover_by_a_gateway_that_was_suspended_meanwhile_is_refused(empty_redis: RedisServer) -> None:
+    """Another one has taken the record of the response from it, and runs the response."""
+    first, suspended, last = (RedisStore(empty_redis.url) for _ in range(3))
+    await first.create(HEAD, turn=Turn("resp", "", "m", 1.0))
+    assert await last.channel.take_over("conv", "resp", 2)
+    assert not await suspended.channel.take_over("conv", "resp", 1)
+    assert await first.channel.find_runner("resp") == last.channel.name
+    assert await last.channel.take_over("conv", "resp", 2), "the answer was lost"
+    for store in (first, suspended, last):
         await store.close()
 
 

@@ -116,7 +116,7 @@ def redis_server(folder: Path, *settings: str, appendfsync: str = "everysec") ->
 
 
 class SentinelGroup:
-    """A primary with two replicas, and three Sentinels that name another primary two seconds after its death."""
+    """A primary with two replicas, and three Sentinels that name another primary 1.5 s after its death."""
 
     SERVICE = "store"
 
@@ -140,7 +140,7 @@ class SentinelGroup:
                 f"bind 127.0.0.1\nport {port}\ndir {self._folder}\n"
                 f"sentinel monitor {self.SERVICE} 127.0.0.1 {self.servers[0].port} 2\n"
                 f"sentinel auth-user {self.SERVICE} admin\nsentinel auth-pass {self.SERVICE} any\n"
-                f"sentinel down-after-milliseconds {self.SERVICE} 2000\n"
+                f"sentinel down-after-milliseconds {self.SERVICE} 1500\n"
                 f"sentinel failover-timeout {self.SERVICE} 10000\n"
             )
             command = [redis_binary(), str(config), "--sentinel", "--loglevel", "warning"]

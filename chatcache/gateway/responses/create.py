@@ -199,13 +199,15 @@ async def _start(
     return await asyncio.shield(opening)
 
 
-async def continue_response(gateway: Gateway, request: GenerateRequest, data: bytes, num_events: int) -> bool:
+async def continue_response(
+    gateway: Gateway, request: GenerateRequest, data: bytes, num_events: int, num_takeovers: int
+) -> bool:
     """Continue a response of a gateway that has ended; return whether this gateway runs it now. See `take_over`."""
 
     async def start_successor(principal: Principal, body: Mapping[str, Any], extended: bool) -> str:
         return (await _start(gateway, principal, body, extended)).id
 
-    return await take_over(gateway, start_successor, request, data, num_events)
+    return await take_over(gateway, start_successor, request, data, num_events, num_takeovers)
 
 
 async def _find_turn(

@@ -273,6 +273,7 @@ class LiveResponse:
         self._detach_timer = DetachTimer(self.log, options.ttl_s, self.cancel)
         self._steers = SteerQueue()
         self._encode_record = encode_record
+        self._writing = asyncio.Lock()  # held while events of the reply are written, and while steering input is saved
         self._accepted_steers: list[tuple[int, Steer]] = []
         self._restored_steers: list[tuple[int, Steer]] = []
         self._num_restored_events: int | None = None
@@ -296,10 +297,11 @@ class LiveResponse:
         self._detach_timer.start()
         self.task = asyncio.create_task(self._run_while_authorized(), name=self.id)
 
-    async def save_record(self) -> None:
-        """Leave a record for the gateway that continues the response if this one ends."""
-        if self._encode_record is not None and self._gateway.recorder is not None:
-            await self._gateway.recorder.record(self.id, self._encode_record(self._accepted_steers))
+    async def save_record(self) -> bool:
+        """Leave a record for the gateway that continues the response if this one ends; return False if that failed."""
+        if self._encode_record is None or self._gateway.recorder is None:
+            return True
+        return await self._gateway.recorder.record(self.id, self._encode_record(self._accepted_steers))
 
     def restore(self, num_events: int, steers: Sequence[tuple[int, Steer]]) -> None:
         """Repeat what another gateway has done until it ended, before readers of this response begin.
@@ -435,15 +437,37 @@ class LiveResponse:
         """
         if self._conversation is None or not self._options.generate:
             raise SteerRefusedError("only stored responses that generate can be steered", code="steering_not_supported")
-        if self.log.terminal is not None or self._cancelled_s is not None:
-            raise not_steerable_error(self.log.terminal)
-        self._accept(self._steers.add(input_value))
-        await self.save_record()
+        async with self._writing:
+            self._require_steerable()
+            steer = self._steers.add(input_value)
+            before = self._accepted_steers
+            try:
+                await self._save_steer(steer)
+                self._require_steerable()
+            except BaseException:
+                self._steers.remove(steer)
+                self._accepted_steers = before
+                raise
+            self.log.append("response.steer.accepted", steer=steer_json(steer, self.id))
         await self._reply.cancel()
 
-    def _accept(self, steer: Steer) -> None:
-        self._accepted_steers.append((self.log.last_number + 1, steer))
-        self.log.append("response.steer.accepted", steer=steer_json(steer, self.id))
+    def _require_steerable(self) -> None:
+        if self.log.terminal is not None or self._cancelled_s is not None:
+            raise not_steerable_error(self.log.terminal)
+
+    async def _save_steer(self, steer: Steer) -> None:
+        """Record the input and the number of the event that will accept it, before a reader can have that event.
+
+        Raises: SteerRefusedError if it cannot be recorded.
+        """
+        before, number = self._accepted_steers, 0
+        while number != self.log.last_number + 1:  # at first, and after an event meanwhile that is none of the reply
+            number = self.log.last_number + 1
+            self._accepted_steers = [*before, (number, steer)]
+            if not await self.save_record():
+                self._accepted_steers = before
+                await self.save_record()  # so that it is not recorded later
+                raise SteerRefusedError("the input cannot be recorded now: send it again", code="steering_unavailable")
 
     async def _continue_restoring(self, num_events: int) -> None:
         """Accept steering input again whose event is the next one; end after all of it and `num_events` events."""
@@ -509,14 +533,15 @@ class LiveResponse:
                 num_events += 1
                 if num_events % _EVENTS_PER_TURN == 0:  # those of a step are here already: many candidates have many
                     await asyncio.sleep(0)
-                if isinstance(event, (ReplyDelta, ReplyBeams)):
-                    batcher.push(event)
-                    continue
-                await batcher.flush()
-                if not isinstance(event, ReplyBatchEnd):
-                    await self._handle_event(event)
-                if self._num_restored_events is not None:
-                    await self._continue_restoring(self._num_restored_events)
+                async with self._writing:
+                    if isinstance(event, (ReplyDelta, ReplyBeams)):
+                        batcher.push(event)
+                        continue
+                    await batcher.flush()
+                    if not isinstance(event, ReplyBatchEnd):
+                        await self._handle_event(event)
+                    if self._num_restored_events is not None:
+                        await self._continue_restoring(self._num_restored_events)
         except Exception:
             await batcher.flush()  # write the remaining text before the failure
             raise

@@ -73,6 +73,10 @@ class SteerQueue:
         self._waiting.append(steer)
         return steer
 
+    def remove(self, steer: Steer) -> None:
+        """Remove input that was refused after all."""
+        self._waiting.remove(steer)
+
     def restore(self, steer: Steer) -> None:
         """Queue input that another gateway has accepted."""
         self._waiting.append(steer)

@@ -104,18 +104,24 @@ def reply_record(
 
 
 async def take_over(
-    gateway: Gateway, start_successor: StartSuccessor, request: GenerateRequest, data: bytes, num_events: int
+    gateway: Gateway,
+    start_successor: StartSuccessor,
+    request: GenerateRequest,
+    data: bytes,
+    num_events: int,
+    num_takeovers: int,
 ) -> bool:
     """Continue a response of a gateway that has ended; return whether this gateway runs it now.
 
     `start_successor` starts the response that answers steering input, for a principal. `num_events`: of the engine,
-    that the response has had. Readers of the response wait until it has had them again.
+    that the response has had. `num_takeovers`: of the response, this one included. Readers wait until the response
+    has had its events again.
     """
     is_running = False
     gateway.responses.start_restoring(request.request_id)
     try:
         record = _records.decode(data)
-        is_running = await _retry_take_over(gateway, start_successor, request, record, num_events)
+        is_running = await _retry_take_over(gateway, start_successor, request, record, num_events, num_takeovers)
     except (ChatcacheError, msgspec.MsgspecError) as error:
         log.error("response %s cannot be taken over: %s", request.request_id, error)
     except Exception:
@@ -129,19 +135,29 @@ async def take_over(
 
 
 async def _retry_take_over(
-    gateway: Gateway, start_successor: StartSuccessor, request: GenerateRequest, record: ReplyRecord, num_events: int
+    gateway: Gateway,
+    start_successor: StartSuccessor,
+    request: GenerateRequest,
+    record: ReplyRecord,
+    num_events: int,
+    num_takeovers: int,
 ) -> bool:
     """Take a response over as soon as the store answers: after a failover it may do so later than the bus."""
     while True:
         try:
-            return await _take_over(gateway, start_successor, request, record, num_events)
+            return await _take_over(gateway, start_successor, request, record, num_events, num_takeovers)
         except StoreUnavailableError as error:
             log.warning("response %s is taken over later: %s", request.request_id, error)
             await asyncio.sleep(RETRY_S)
 
 
 async def _take_over(
-    gateway: Gateway, start_successor: StartSuccessor, request: GenerateRequest, record: ReplyRecord, num_events: int
+    gateway: Gateway,
+    start_successor: StartSuccessor,
+    request: GenerateRequest,
+    record: ReplyRecord,
+    num_events: int,
+    num_takeovers: int,
 ) -> bool:
     if gateway.model is None or gateway.peers is None or gateway.admission.is_closed:
         return False
@@ -150,8 +166,8 @@ async def _take_over(
         conversation = await gateway.opened_store().get(principal.owner, record.conversation_id)
     except NotFoundError:
         return False  # it was deleted
-    if not await gateway.peers.take_over(record.conversation_id, turn.id):
-        return False  # it has ended
+    if not await gateway.peers.take_over(record.conversation_id, turn.id, num_takeovers):
+        return False  # it has ended, or a later gateway has taken it over
     planned = PlannedTurn(
         request=TurnRequest(principal.owner, turn.model, fork_with=record.fork_with, reply_start=record.reply_start),
         turn=turn,
