@@ -6,6 +6,8 @@ Tiers: the default tier is fast; `--tier slow` runs the tests marked `slow` inst
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import os
 import random
@@ -24,6 +26,8 @@ from chatcache.kv_cache.manager import KVCache
 from chatcache.scheduler.scheduler import Scheduler
 from tests.support.invariant_checks import MAX_STRICT_PAGES
 from tests.support.machine import describe_unmet, has_gpu, unmet_requirements
+
+gc.disable()  # until all modules are imported, which makes a million objects: visiting them takes a second each time
 
 NOT_RUN = pytest.StashKey[Counter[str]]()  # by marker, how many tests this machine cannot run
 
@@ -101,6 +105,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if id(item) not in unwanted]
 
 
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, but never visit the objects of imported modules and collected tests."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # extension modules report what is left at the end
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Send the counts of a pytest-xdist worker to the process that prints the summary."""
     if hasattr(session.config, "workeroutput"):
@@ -130,10 +141,10 @@ def strict_engines() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter() -> Iterator[None]:
-    """Cache the builtins of Triton's interpreter if Triton is imported, which makes it faster."""
+    """Cache lookups of Triton's interpreter if Triton is imported, which makes it faster."""
     with pytest.MonkeyPatch.context() as patch:
         if "triton.runtime.interpreter" in sys.modules:
-            importlib.import_module("tests.support.triton_interpreter").cache_builtin_lookup(patch)
+            importlib.import_module("tests.support.triton_interpreter").cache_lookups(patch)
         yield
 
 
