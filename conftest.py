@@ -15,6 +15,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,12 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default; Triton 3.
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--tier`."""
     parser.addoption("--tier", choices=("default", "slow", "all"), help="test tier to run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the plugin of schemathesis, a second of imports, for the tiers that use it."""
+    if _tier(config) != "default" or config.option.markexpr:
+        config.pluginmanager.import_plugin("schemathesis.pytest.plugin")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -145,6 +152,16 @@ def quick_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if "triton.runtime.interpreter" in sys.modules:
             importlib.import_module("tests.support.triton_interpreter").cache_lookups(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_certificates() -> Iterator[None]:
+    """Read the certificates of authorities once, not for each of hundreds of HTTP clients (25 ms)."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "httpx" in sys.modules:
+            transports = importlib.import_module("httpx._transports.default")
+            patch.setattr(transports, "create_ssl_context", cache(transports.create_ssl_context))
         yield
 
 
