@@ -63,10 +63,10 @@ REDIS_MODULES = {"redis_urls.py", "storage/redis_client.py", "cluster/bus.py"}  
 def _imports(path: Path) -> list[tuple[int, str]]:
     """Every absolute dotted name a file imports, `from a import b` as `a.b`; a relative import stays in its package."""
     found: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in structure.import_statements(path):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level < 2 or "kernels" in path.parts, f"{path}:{node.lineno}: relative import"
             if node.level:
                 continue

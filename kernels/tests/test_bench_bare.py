@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from chatcache.bench.drivers import SHAPES, EngineDriver, RandomWeights, write_config
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
@@ -67,6 +69,7 @@ def run_bare(folder: Path, stand_in: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_engine_runs_without_the_packages_of_the_gateway(tmp_path: Path) -> None:
     done = run_bare(tmp_path, str(ROOT / "kernels" / "bench" / "bare"))
     assert done.returncode == 0, done.stderr

@@ -57,8 +57,17 @@ OPTIONS: Mapping[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+QUICK = ("plain", torch.float32), ("window", torch.bfloat16), ("capped", torch.bfloat16), ("sinks", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("option", "dtype"),
+    [
+        pytest.param(option, dtype, marks=() if (option, dtype) in QUICK else pytest.mark.slow)
+        for dtype in (torch.float32, torch.bfloat16)
+        for option in OPTIONS
+    ],
+)
 def test_attention_does_not_depend_on_chunks_or_other_rows(option: str, dtype: torch.dtype) -> None:
     """Use contexts on both sides of a split, unaligned chunks and three threads."""
     options, draw = OPTIONS[option], random.Random(SEED)

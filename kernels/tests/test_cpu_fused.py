@@ -6,12 +6,17 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
+import numba
 import pytest
 import torch
 from chatcache_kernels import cpu, reference
-from chatcache_kernels.cpu import fused
+from chatcache_kernels.cpu import experts, fused, launch
+from chatcache_kernels.cpu.launch import define_job
+from chatcache_kernels.cpu.simd import fetch_add
 from chatcache_kernels.types import HeadNorms
+from numba import carray
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -153,5 +158,26 @@ def test_second_process_loads_kernels_from_cache(tmp_path: pathlib.Path) -> None
     assert run_in_subprocess(NUMBA_CACHE_DIR=str(tmp_path)) == 1
 
 
-def test_unwritable_cache_folder_compiles_anew() -> None:
-    assert run_in_subprocess(NUMBA_CACHE_DIR="/dev/null/nowhere") == 0
+def test_kernel_that_no_process_would_find_in_the_cache_is_refused() -> None:
+    multiply = experts.multiply_tiled
+
+    def kernel(address: Any) -> None:
+        multiply(False, address, 0, 0, 0, 0)
+
+    with pytest.raises(TypeError, match="closure"):
+        launch.compile_kernel(kernel)
+
+
+def test_unwritable_cache_folder_compiles_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "/dev/null/nowhere")
+    monkeypatch.setattr(launch, "cache_folder", launch.cache_folder.__wrapped__)
+
+    def kernel(address: Any) -> None:
+        fetch_add(experts.void_pointer(carray(address, 1, job)[0].target), 0, 3)
+
+    (job, pack), number = define_job("target"), torch.tensor([4])
+    run = launch.compile_kernel(kernel)
+    run(pack.pack(0, 0, number.data_ptr()), 1)
+    assert number.item() == 7
+    assert launch.cache_folder() is None
+    assert run.compiled.cache_hits == 0  # type: ignore[attr-defined]

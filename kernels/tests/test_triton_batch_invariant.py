@@ -87,7 +87,13 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_list, "SPLIT_TOKENS", SPLIT)
 
 
-OPTIONS: Mapping[str, Mapping[str, Any]] = {"plain": {}, "window": {"window": 50}, "capped": {"softcap": 3.0}}
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "window": {"window": 50},
+    "capped": {"softcap": 3.0},
+    "capped window": {"window": 50, "softcap": 3.0},
+}
+QUICK = ("plain", "capped window")
 LENGTHS = (SPLIT + 1, SPLIT, 41, 2 * SPLIT + 37)
 
 
@@ -100,7 +106,9 @@ def random_parts(draw: random.Random, lengths: Sequence[int], sizes: Sequence[in
     return parts
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in OPTIONS]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("short_splits")
 def test_attention_does_not_depend_on_chunks_rows_or_sharing(

@@ -138,6 +138,7 @@ def test_server_replaces_a_killed_engine_and_completes_its_streams(folder: Path,
         assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
 
 
+@pytest.mark.slow
 def test_server_reports_a_port_in_use(folder: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -222,10 +222,9 @@ class Answer:
 
 def violations(keys: Keyed, lines: Mapping[RouteKey, Sequence[Call]] = CALLS) -> list[str]:
     """List the responses that a client should not have got, and those that it was denied."""
-    headers_of, found = credentials(keys), []
+    headers_of, found, current = credentials(keys), [], scene(keys)
     for (method, _), variants in lines.items():
         for line in variants:
-            current = scene(keys)
             before = _state(keys, current)
             answers = {
                 client: _ask(keys, method, line, current, headers)

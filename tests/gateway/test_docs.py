@@ -115,11 +115,8 @@ def test_docs_name_every_frame() -> None:
 
 def _error_codes() -> set[str]:
     """Error codes in the source: `code = "..."` of error classes, `code="..."` in calls."""
-    nodes = (
-        node
-        for path in Path(chatcache.__file__).parent.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    )
+    sources = (path.read_text(encoding="utf-8") for path in Path(chatcache.__file__).parent.rglob("*.py"))
+    nodes = (node for text in sources if re.search(r"\bcode\s*=", text) for node in ast.walk(ast.parse(text)))
     values = (node.value for node in nodes if _is_code(node))
     return {each.value for each in values if isinstance(each, ast.Constant) and isinstance(each.value, str)}
 

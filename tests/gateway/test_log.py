@@ -248,7 +248,7 @@ def fill_with_logprobs(log: ResponseLog, num_candidates: int, num_deltas: int) -
 
 
 def test_log_stores_logprobs_once_and_readers_receive_them_in_every_frame() -> None:
-    num_candidates, num_deltas = 8, 200
+    num_candidates, num_deltas = 3, 200
     once = num_candidates * num_deltas * len(json.dumps(LOGPROBS))
     log = ResponseLog("resp_1", (b"a", b"b"))
     tracemalloc.start()

@@ -95,7 +95,7 @@ def test_tile_sizes_cover_all_rows(sizes: tuple[int, ...]) -> None:
     assert list(tile_sizes(0, sizes)) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_find_invariant_sizes_rejects_another_order_of_summation(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +245,9 @@ def test_deterministic_transformers_model_on_triton_is_rejected(sample_of: Get) 
 
 
 @pytest.mark.usefixtures("dot_of_single_rows")
-@pytest.mark.parametrize(("dtype", "has_bias"), [(torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize(
+    ("dtype", "has_bias"), [(torch.float32, True), pytest.param(torch.bfloat16, False, marks=pytest.mark.slow)]
+)
 def test_triton_linear_has_the_same_bits_in_any_batch(dtype: torch.dtype, has_bias: bool) -> None:
     weight, x = torch.randn(160, 64, device=KERNELS).to(dtype), torch.randn(150, 64, device=KERNELS).to(dtype)
     bias = torch.randn(160, device=KERNELS).to(dtype) if has_bias else None

@@ -165,7 +165,8 @@ def shift_last_tokens(given: Any, rows: Any, layout: Any, changes: Any, slots: D
 fill_prompt_rows = static_steps.fill_prompt_rows
 
 
-@pytest.mark.parametrize("bug", [leave_prompt_cells, pytest.param(shift_last_tokens, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bug", [leave_prompt_cells, shift_last_tokens])
+@pytest.mark.slow
 def test_injected_stale_input_of_prompts_is_detected(bug: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "fill_prompt_rows", bug)
     try:

@@ -266,6 +266,7 @@ def test_a_rank_that_ends_while_it_starts_fails_the_load_by_name(
         load_model(config)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_the_others_ends_with_rank_0(tmp_path: Path) -> None:
     program = """
 import socket, sys

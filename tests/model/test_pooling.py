@@ -79,7 +79,7 @@ def test_cpu_kernels_and_int8_weights_return_states(sample_of: Get, load: Load) 
     prompt = sample.prompts[1]
     want = hidden_states(sample, prompt)[-1]
     for options, angle in (({}, 0.9999), ({"dtype": "bfloat16"}, 0.995), ({"quantization": "int8"}, 0.99)):
-        runner = load(sample.folder, **{"attention_backend": "cpu", **options})
+        runner = load(sample.folder, attention_backend="cpu", page_size=16, **options)
         pooled = Driver(runner).feed({0: prompt}, make_draws([]), None, pools_of([0], [1])).pooled
         assert pooled is not None and pooled.dtype == np.float32
         cosine = float(pooled[0] @ want / (np.linalg.norm(pooled[0]) * np.linalg.norm(want)))

@@ -81,7 +81,7 @@ def draw_without_replacement(logits: F32, draws: Draws, draw: int, width: int) -
     logprobs = np.where(allowed, logprobs, -np.inf)
     logprobs -= np.log(np.exp(logprobs).sum())
     perturbed = logprobs + _gumbel(draws, draw, len(logits))
-    order = np.argsort(-perturbed, kind="stable")[:width]
+    order = np.array([np.argmax(perturbed)]) if width == 1 else np.argsort(-perturbed, kind="stable")[:width]
     order = order[logprobs[order] > -np.inf]
     return order.astype(np.int32), logprobs[order].astype(np.float32), perturbed[order].astype(np.float32)
 
@@ -93,8 +93,10 @@ def _gumbel(draws: Draws, draw: int, vocab_size: int) -> NDArray[np.float64]:
 
 
 def _filtered(logprobs: NDArray[np.float64], top_k: int, top_p: float, min_p: float) -> NDArray[np.bool_]:
+    allowed = np.ones(len(logprobs), bool)
+    if not top_k and top_p >= 1.0 and min_p <= 0.0:
+        return allowed
     order = np.argsort(-logprobs, kind="stable")
-    allowed = np.ones(len(order), bool)
     if 0 < top_k < len(order):
         allowed[order[top_k:]] = False
     if top_p < 1.0:

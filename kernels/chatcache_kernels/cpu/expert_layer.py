@@ -17,9 +17,9 @@ from torch import Tensor
 
 from .. import experts as reference
 from ..experts import Activation, ExpertWeights
-from . import experts
+from . import experts, matmul
 from .bf16 import has_amx, has_avx512_bf16
-from .experts import JOB_BYTES, PANEL_SCRATCH_BYTES, TILE_JOB, group_configs, panel_functions, void_pointer
+from .experts import JOB_BYTES, PANEL_SCRATCH_BYTES, TILE_JOB, group_configs, void_pointer
 from .fused import SILU, activate_row, silu_mul
 from .launch import Launch, compile_kernel, define_job, helper
 from .matmul import PANEL
@@ -99,7 +99,6 @@ def layer_kernel(tiled: bool, native: bool) -> Launch:
 
     `tiled`: use AMX; `native`: as in `matmul`.
     """
-    multiply, release = panel_functions(tiled)
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, LAYER_JOB)[0]
@@ -120,7 +119,10 @@ def layer_kernel(tiled: bool, native: bool) -> Launch:
             mine.bias = job.up_bias + 4 * expert * job.width if job.up_bias != 0 else 0
             mine.compact = job.up_compact + expert * job.up_compact_bytes
             for panel in range(2 * job.width // PANEL):
-                configured = multiply(native, mine, panel, sums, job.configs, configured)
+                if tiled:
+                    configured = experts.multiply_tiled(native, mine, panel, sums, job.configs, configured)
+                else:
+                    matmul.multiply_pairs(native, mine, 0, mine.num_tokens, panel, sums)
             for row in range(end - first):
                 activate_row(native, SILU, 1.0, 0.0, pointer(BFLOAT16, out), pointer(BFLOAT16, hidden), row, job.width)
             mine.x, mine.num_inputs, mine.num_outputs = hidden, job.width, job.num_outputs
@@ -128,11 +130,15 @@ def layer_kernel(tiled: bool, native: bool) -> Launch:
             mine.bias = job.down_bias + 2 * expert * job.num_outputs if job.down_bias != 0 else 0
             mine.compact = job.down_compact + expert * job.down_compact_bytes
             for panel in range(job.num_outputs // PANEL):
-                configured = multiply(native, mine, panel, sums, job.configs, configured)
+                if tiled:
+                    configured = experts.multiply_tiled(native, mine, panel, sums, job.configs, configured)
+                else:
+                    matmul.multiply_pairs(native, mine, 0, mine.num_tokens, panel, sums)
             # in one piece: panels would write a line of each row at a time, and wait for memory
             _copy(out, 0, job.y, first * job.num_outputs, (end - first) * job.num_outputs)
             item = fetch_add(address, 0, 1)
-        release(configured)
+        if tiled:
+            experts.release_tiles(configured)
 
     return compile_kernel(kernel)
 

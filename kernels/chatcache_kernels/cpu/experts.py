@@ -357,20 +357,14 @@ def _enter_tile(job: Any, mine: Any, tile: int, bias_size: int, out_size: int) -
     mine.compact = job.compact + expert * job.compact_bytes if job.compact != 0 else 0
 
 
-def panel_functions(tiled: bool) -> tuple[Any, Any]:
-    """Return the functions (multiply, release) of a kernel that multiplies tiles with panels, by AMX if `tiled`.
-
-    multiply(native, job, panel, scratch, configs, configured) multiplies the tokens of a TILE_JOB with a panel, and
-    returns the number of tokens that AMX is configured for: `configured` before, by `configs` of `group_configs`.
-    `scratch`: address of SCRATCH_FLOATS floats. `native`: as in `matmul`. release(configured) releases the tiles.
-    A kernel contains only one of each: LLVM cannot generate AMX code for other CPUs, even where it is never reached.
-    """
-    return (_multiply_tiled, _release_tiles) if tiled else (_multiply_pairs, _release_nothing)
-
-
 @helper
-def _multiply_tiled(native: bool, job: Any, panel: int, scratch: int, configs: int, configured: int) -> int:
-    """Multiply by AMX, which is fast enough to wait for memory: so the next panel is prefetched."""
+def multiply_tiled(native: bool, job: Any, panel: int, scratch: int, configs: int, configured: int) -> int:
+    """Multiply the tokens of a TILE_JOB with a panel by AMX, fast enough to wait for memory: so the next is prefetched.
+
+    Returns the number of tokens that AMX is configured for: `configured` before, by `configs` of `group_configs`.
+    `scratch`: address of SCRATCH_FLOATS floats. `native`: as in `matmul`. A kernel calls this under a constant of its
+    closure, so that it is compiled for AMX only: LLVM cannot generate AMX code for other CPUs, even if never reached.
+    """
     if matmul.reads_compact(job):
         matmul.multiply_pairs(native, job, 0, job.num_tokens, panel, scratch)
         return configured
@@ -387,20 +381,10 @@ def _multiply_tiled(native: bool, job: Any, panel: int, scratch: int, configs: i
 
 
 @helper
-def _release_tiles(configured: int) -> None:
+def release_tiles(configured: int) -> None:
+    """End the use of AMX."""
     if configured > 0:
         tile_release()
-
-
-@helper
-def _multiply_pairs(native: bool, job: Any, panel: int, scratch: int, configs: int, configured: int) -> int:
-    matmul.multiply_pairs(native, job, 0, job.num_tokens, panel, scratch)
-    return configured
-
-
-@helper
-def _release_nothing(configured: int) -> None:
-    pass
 
 
 @cache
@@ -409,7 +393,6 @@ def _panel_kernel(tiled: bool, native: bool) -> Launch:
 
     `tiled`: use AMX; `native`: as in `matmul`.
     """
-    multiply, release = panel_functions(tiled)
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, EXPERTS_JOB)[0]
@@ -421,9 +404,13 @@ def _panel_kernel(tiled: bool, native: bool) -> Launch:
         while item < tiles[0] * num_panels:
             tile, panel = divmod(item, num_panels)
             _enter_tile(job, mine, tile, 2, 2)
-            configured = multiply(native, mine, panel, scratch + JOB_BYTES, job.configs, configured)
+            if tiled:
+                configured = multiply_tiled(native, mine, panel, scratch + JOB_BYTES, job.configs, configured)
+            else:
+                matmul.multiply_pairs(native, mine, 0, mine.num_tokens, panel, scratch + JOB_BYTES)
             item = fetch_add(address, 0, 1)
-        release(configured)
+        if tiled:
+            release_tiles(configured)
 
     return compile_kernel(kernel)
 

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 import torch
+from numba.core.dispatcher import Dispatcher
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Launch = Callable[[bytes, int], None]  # launch(job, num_threads)
@@ -50,8 +51,11 @@ def helper(function: Function) -> Function:
 def compile_kernel(function: Callable[[Any], None]) -> Launch:
     """Compile a kernel, or load it from the cache; return launch(job, num_threads).
 
-    A kernel takes one argument: the address of its job record, which holds its pointers and sizes.
+    A kernel takes one argument: the address of its job record, which holds its pointers and sizes. Its closure has
+    plain values only: numba does not find a kernel with compiled functions in the cache, since they have random names.
     """
+    if any(isinstance(cell.cell_contents, Dispatcher) for cell in function.__closure__ or ()):
+        raise TypeError(f"{function.__qualname__} has a compiled function in its closure and could not be cached")
     folder = cache_folder()
     decorate = numba.cfunc("void(voidptr)", cache=folder is not None, error_model="numpy", fastmath=_FASTMATH)
     with _COMPILING:

@@ -68,6 +68,7 @@ def test_the_loss_falls_and_a_saved_run_goes_on(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.slow
 def test_a_run_starts_from_exported_weights(tmp_path: pathlib.Path) -> None:
     torch.manual_seed(1)
     export(Llama(TINY).state_dict(), TINY, tmp_path)
