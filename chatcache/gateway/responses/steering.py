@@ -29,7 +29,10 @@ _POSITION_FIELDS = (
 
 
 class SteerRefusedError(ChatcacheError):
-    """Steering input was rejected or could not be applied; `code` is OpenAI's."""
+    """Steering input was rejected or could not be applied.
+
+    `code` is OpenAI's, or "steering_unavailable" if it could not be recorded for other gateways.
+    """
 
     status = 400
     type = "invalid_request_error"
