@@ -362,7 +362,7 @@ async def test_requests_that_crash_engines_fail_alone(num_poison: int, num_good:
     poisoned = [poison(1000 + number, at=(number % 3) * 5) for number in range(num_poison)]
     async with worker(server, "a", make=crashing) as first, worker(server, "b", make=crashing) as second:
         async with gateway(server, 2) as engine:
-            crowd = RequestGroup(engine, [*good[: num_good // 2], *poisoned, *good[num_good // 2 :]])
+            crowd = RequestGroup(engine, [*good[: num_good // 2], *poisoned, *good[num_good // 2 :]], retries=True)
             await crowd.begin()
             await crowd.end()
         num_restarts = [each.engine.num_restarts for each in (first, second)]

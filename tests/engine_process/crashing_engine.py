@@ -16,6 +16,7 @@ from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
 from chatcache.engine.protocols import EngineClient
 from chatcache.engine_process.process import EngineProcess, RestartPolicy
+from chatcache.errors import OverloadedError
 from chatcache.types.events import Beams, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams, StructuredOutputs
@@ -127,9 +128,13 @@ def expected_events(requests: Sequence[GenerateRequest]) -> dict[str, list[Engin
 
 
 class RequestGroup:
-    """Requests and their readers."""
+    """Requests and their readers.
 
-    def __init__(self, engine: EngineClient, requests: Sequence[GenerateRequest]) -> None:
+    `retries`: submit a request again that was refused with "try again", as when all engines start anew at once.
+    """
+
+    def __init__(self, engine: EngineClient, requests: Sequence[GenerateRequest], *, retries: bool = False) -> None:
+        self._retries = retries
         self.events: dict[str, list[EngineEvent]] = {request.request_id: [] for request in requests}
         self._engine = engine
         self._requests = requests
@@ -140,7 +145,14 @@ class RequestGroup:
         self._tasks = [asyncio.create_task(self._one(request)) for request in self._requests]
 
     async def _one(self, request: GenerateRequest) -> None:
-        await self._engine.submit(request)
+        while True:
+            try:
+                await self._engine.submit(request)
+                break
+            except OverloadedError:
+                if not self._retries:
+                    raise
+                await asyncio.sleep(0.01)
         async for event in self._engine.events(request.request_id):
             self.events[request.request_id].append(event)
 
