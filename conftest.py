@@ -65,12 +65,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Load the plugin of schemathesis, a second of imports, for the tiers that use it."""
-    if _tier(config) != "default" or config.option.markexpr:
-        config.pluginmanager.import_plugin("schemathesis.pytest.plugin")
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Return one worker more than cores: many tests wait for a process, a browser or a timer."""
