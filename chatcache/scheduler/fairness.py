@@ -55,7 +55,6 @@ MAX_DELAY = 0.5
 MIN_DECODE_BRANCHES = 2
 """For each further namespace, so many branches decode in a step whatever the measured speed: a step has other costs."""
 
-
 ABSENT_STEPS = 64
 """For so many steps after its last branch has ended, the share of a namespace is not given to the others."""
 

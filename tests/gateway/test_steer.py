@@ -79,7 +79,11 @@ def test_steer_ends_the_response_and_its_successor_continues(server: Server, soc
 
 
 class SlowRecorder:
-    """Stores records of responses slowly, or not at all. `steers`: of each record; `was_sent`: before it was stored."""
+    """Stores records of responses slowly, or not at all.
+
+    `steers`: the steering input in each record. `was_sent`: for each record with some, whether the event that accepts
+    the last one had been sent before the record was stored.
+    """
 
     on_adopt: Any = None
     on_lost: Any = None

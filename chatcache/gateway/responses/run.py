@@ -452,6 +452,7 @@ class LiveResponse:
         await self._reply.cancel()
 
     def _require_steerable(self) -> None:
+        """Check that the response still takes steering input. Raises: SteerRefusedError."""
         if self.log.terminal is not None or self._cancelled_s is not None:
             raise not_steerable_error(self.log.terminal)
 

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -121,7 +122,8 @@ async def take_over(
     gateway.responses.start_restoring(request.request_id)
     try:
         record = _records.decode(data)
-        is_running = await _retry_take_over(gateway, start_successor, request, record, num_events, num_takeovers)
+        attempt = partial(_take_over, gateway, start_successor, request, record, num_events, num_takeovers)
+        is_running = await _retry_while_store_is_down(attempt, request.request_id)
     except (ChatcacheError, msgspec.MsgspecError) as error:
         log.error("response %s cannot be taken over: %s", request.request_id, error)
     except Exception:
@@ -134,20 +136,13 @@ async def take_over(
     return is_running
 
 
-async def _retry_take_over(
-    gateway: Gateway,
-    start_successor: StartSuccessor,
-    request: GenerateRequest,
-    record: ReplyRecord,
-    num_events: int,
-    num_takeovers: int,
-) -> bool:
-    """Take a response over as soon as the store answers: after a failover it may do so later than the bus."""
+async def _retry_while_store_is_down(attempt: Callable[[], Awaitable[bool]], response_id: str) -> bool:
+    """Repeat a takeover until the store answers: after a failover it may do so later than the bus."""
     while True:
         try:
-            return await _take_over(gateway, start_successor, request, record, num_events, num_takeovers)
+            return await attempt()
         except StoreUnavailableError as error:
-            log.warning("response %s is taken over later: %s", request.request_id, error)
+            log.warning("response %s is taken over later: %s", response_id, error)
             await asyncio.sleep(RETRY_S)
 
 
