@@ -29,7 +29,7 @@ from chatcache.cluster.routing import (
     Router,
     WorkerLoad,
     WorkerLoads,
-    equalize,
+    update_prices,
 )
 from chatcache.kv_cache.page_hash import TOKEN_BYTES, CacheScope, encode_tokens, hash_page_run, hash_pages, root_hash
 from chatcache.types.events import TERMINAL, EngineEvent, Started
@@ -87,6 +87,7 @@ class RequestRouter:
         self._live: dict[int, str] = {}  # name of the load by incarnation
         self._loads = WorkerLoads()  # of all workers
         self._ready = WorkerLoads()  # of those that accept requests
+        self._updated_s = clock()
         self._page_size = 0
         self._model_info: ModelInfo | None = None  # the same for all workers
 
@@ -119,17 +120,23 @@ class RequestRouter:
     def update(self, ready: Iterable[bus.WorkerStatus]) -> None:
         """Set the workers that accept requests now, with their latest reports."""
         found = [(status, self._workers[status.id]) for status in ready if status.id in self._workers]
-        healths = [status.health for status, _ in found]
-        per_token = equalize([health.seconds_per_prompt_token for health in healths])
-        per_branch = equalize([health.seconds_per_branch for health in healths])
-        for (status, worker), token_s, branch_s in zip(found, per_token, per_branch, strict=True):
-            worker.status, load, health = status, worker.load, status.health
-            load.seconds_per_token, load.seconds_per_branch = token_s, branch_s
-            load.free_tokens = health.page_size * (health.num_pages - health.num_pages_in_use - health.num_pages_idle)
+        for status, worker in found:
+            worker.status, health = status, status.health
+            worker.load.free_tokens = health.page_size * (
+                health.num_pages - health.num_pages_in_use - health.num_pages_idle
+            )
+        elapsed_s, self._updated_s = self._clock() - self._updated_s, self._clock()
+        update_prices(
+            [
+                (worker.load, status.health.seconds_per_prompt_token, status.health.seconds_per_branch)
+                for status, worker in found
+            ],
+            max(0.0, elapsed_s),
+        )
         names = {worker.load.name: worker.load for _, worker in found}
         if {load.name for load in self._ready.all()} != names.keys():
             self._ready = WorkerLoads(names.values())
-        self._page_size = max((health.page_size for health in healths), default=self._page_size)
+        self._page_size = max((status.health.page_size for status, _ in found), default=self._page_size)
 
     def update_load(self, worker_id: str, loads: bus.Loads, gateway: str) -> None:
         """Set the load that a worker has of other gateways than this one."""

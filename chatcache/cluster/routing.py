@@ -36,6 +36,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
+from statistics import median_low
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +44,8 @@ from numpy.typing import NDArray
 from chatcache.cluster.placement import MAX_CONTINUATIONS, Boundary, Place
 
 MIN_DISCOUNT = 1 / 9  # of MAX_CONTINUATIONS
-EQUAL_SPEED = 0.5  # share of the median
+EQUAL_SLOWNESS = 1.5  # up to this ratio to the median, workers count as equal
+SLOWNESS_HALF_LIFE_S = 30.0
 DEFAULT_SECONDS = 0.001  # per token, while no worker has measured any
 
 
@@ -59,7 +61,7 @@ class RoutingWeights:
     interference: float = 0.2
     eviction: float = 0.5
     min_discount: float = MIN_DISCOUNT
-    decode_horizon: int = 10
+    decode_horizon: int = 6
     num_samples: int = 8
 
 
@@ -104,7 +106,7 @@ class WorkerLoad:
 
     `queued_tokens`: prompt tokens that are not computed yet. `free_tokens`: tokens that fit in the cache without an
     eviction. `other_tokens`, `other_branches`: the part of `queued_tokens` and `num_branches` that other gateways sent.
-    `last_choice`: number of the latest decision for this worker.
+    `last_choice`: number of the latest decision for this worker. `slowness`: see `update_prices`.
     """
 
     name: str
@@ -117,6 +119,7 @@ class WorkerLoad:
     other_tokens: int = 0
     other_branches: int = 0
     last_choice: int = 0
+    slowness: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,16 +232,26 @@ class WorkerLoads:
         return self._order[int((mixed ^ (mixed >> np.uint64(31))).argmax())]
 
 
-def equalize(seconds: Sequence[float], tolerance: float = EQUAL_SPEED) -> list[float]:
-    """Return measured times with those near the median, or not measured yet (0), replaced by the median.
+def update_prices(measured: Sequence[tuple[WorkerLoad, float, float]], elapsed_s: float) -> None:
+    """Set the seconds per token and per branch of all workers from what each has measured lately, 0 for nothing yet.
 
-    Otherwise the noise of the measurements would send everything to one of many equal and idle workers.
+    What equal workers measure differs threefold for seconds, as it depends on the lengths of their latest prompts; it
+    must not send everything to one of them. So each gets the median, times its slowness if that differs enough: a mean
+    (of logarithms) over SLOWNESS_HALF_LIFE_S. Times per branch are too coarse to be compared and share the slowness of
+    the times per token. `elapsed_s`: since the last update.
     """
-    known = sorted(each for each in seconds if each > 0)
-    if not known:
-        return [DEFAULT_SECONDS] * len(seconds)
-    middle = known[(len(known) - 1) // 2]
-    return [each if each > 0 and abs(each - middle) > tolerance * middle else middle for each in seconds]
+    typical, typical_branch = (_typical([times[number] for _, *times in measured]) for number in (0, 1))
+    weight = 1 - 0.5 ** (elapsed_s / SLOWNESS_HALF_LIFE_S)
+    for load, token_s, _ in measured:
+        if token_s > 0:
+            load.slowness *= (token_s / typical / load.slowness) ** weight
+        factor = 1.0 if 1 / EQUAL_SLOWNESS <= load.slowness <= EQUAL_SLOWNESS else load.slowness
+        load.seconds_per_token, load.seconds_per_branch = typical * factor, typical_branch * factor
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    known = [each for each in seconds if each > 0]
+    return median_low(known) if known else DEFAULT_SECONDS
 
 
 def _hash64(data: bytes) -> int:

@@ -6,6 +6,7 @@ from collections import deque
 from statistics import median
 
 NUM_REMEMBERED_STEPS = 64
+MIN_ROW_RATIO = 1.5
 
 
 class PrefillSpeed:
@@ -48,9 +49,10 @@ class DecodeSpeed:
         """Record an executed step that computed `num_tokens` tokens in `num_rows` rows."""
         if num_tokens == num_rows > 0:
             self._latest = num_rows.bit_length()
-            steps = self._steps.get(self._latest)
+            steps = self._steps.pop(self._latest, None)
             if steps is None:
-                steps = self._steps[self._latest] = deque(maxlen=NUM_REMEMBERED_STEPS // 4)
+                steps = deque(maxlen=NUM_REMEMBERED_STEPS // 4)
+            self._steps[self._latest] = steps  # the dict is in the order of last use
             steps.append((seconds, num_rows))
 
     def seconds_per_step(self) -> float | None:
@@ -65,16 +67,21 @@ class DecodeSpeed:
     def linear_fit(self) -> tuple[float, float] | None:
         """Return the seconds of a step without rows, by extrapolation, and those that each row adds.
 
-        The line through the steps with the fewest rows and the latest ones; if these are the same, through the fewest
-        and the most. None while all steps had about as many rows.
+        The line through the latest steps and those before them that had MIN_ROW_RATIO times as many rows or as few.
+        Steps of long ago may have run on a machine that was less busy. None while all steps had about as many rows.
         """
-        if len(self._steps) < 2:
-            return None
-        fewest = min(self._steps)
-        other = self._latest if self._latest != fewest else max(self._steps)
-        (few_s, few), (many_s, many) = (
+        points = [
             (median(seconds for seconds, _ in steps), median(rows for _, rows in steps))
-            for steps in (self._steps[fewest], self._steps[other])
-        )
+            for steps in reversed(self._steps.values())
+        ]
+        if len(points) < 2:
+            return None
+        latest, *others = points
+
+        def row_ratio(point: tuple[float, float]) -> float:
+            return max(point[1], latest[1]) / min(point[1], latest[1])
+
+        other = next((each for each in others if row_ratio(each) >= MIN_ROW_RATIO), max(others, key=row_ratio))
+        (few_s, few), (many_s, many) = sorted((latest, other), key=lambda point: point[1])
         per_row_s = max(0.0, (many_s - few_s) / (many - few))
         return max(0.0, few_s - few * per_row_s), per_row_s

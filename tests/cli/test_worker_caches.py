@@ -21,6 +21,7 @@ KV_MIB = 64  # of each worker
 MIN_SHARE = 0.97  # of what one engine finds; short chats find less, as each worker computes the system prompt
 MIN_SHORT_SHARE = 0.93
 DEMO_MODEL = ""
+AS_INSTALLED = ("--dtype", "auto", "--attention-backend", "auto")  # other tests use a slower backend
 
 _WITHOUT_PLACES = """
 import sys
@@ -45,7 +46,7 @@ def cluster(kind: type[GatewayOnly], cwd: Path) -> Iterator[str]:
     with redis_server(cwd / "redis") as redis, contextlib.ExitStack() as stack:
         bus = ("--bus", redis.url)
         workers = [
-            Worker(DEMO_MODEL, cwd, *bus, "--worker-name", f"w{number}", "--kv-memory", f"{KV_MIB}MiB")
+            Worker(DEMO_MODEL, cwd, *bus, *AS_INSTALLED, "--worker-name", f"w{number}", "--kv-memory", f"{KV_MIB}MiB")
             for number in range(NUM_WORKERS)
         ]
         gateways = [kind(DEMO_MODEL, cwd, *bus, "--redis", redis.url) for _ in range(2)]
@@ -73,7 +74,8 @@ def cached_share(url: str, folder: Path, users: int, turns: int) -> float:
 
 def share_of_one(cwd: Path, users: int, turns: int) -> float:
     """Return the share of one engine with the pages of all workers."""
-    server = Server(DEMO_MODEL, cwd, "--db", str(cwd / "chat.db"), "--kv-memory", f"{NUM_WORKERS * KV_MIB}MiB")
+    options = ("--db", str(cwd / "chat.db"), "--kv-memory", f"{NUM_WORKERS * KV_MIB}MiB")
+    server = Server(DEMO_MODEL, cwd, *AS_INSTALLED, *options)
     try:
         return cached_share(server.ready(), cwd / "one", users, turns)
     finally:

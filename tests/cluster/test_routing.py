@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 
@@ -22,8 +24,8 @@ from chatcache.cluster.routing import (
     WorkerLoad,
     WorkerLoads,
     discount,
-    equalize,
     missing_tokens,
+    update_prices,
 )
 
 
@@ -302,10 +304,28 @@ def test_load_of_other_gateways_replaces_what_was_reported_before() -> None:
     assert (load.queued_tokens, load.num_branches) == (0, 0)
 
 
-def test_equalize_removes_noise_and_keeps_slower_workers() -> None:
-    assert equalize([1.0, 1.1, 0.9, 0.0, 2.5]) == [1.0, 1.0, 1.0, 1.0, 2.5]
-    assert equalize([0.0, 0.0]) == [DEFAULT_SECONDS] * 2
-    assert equalize([]) == []
+def test_prices_ignore_noise_and_find_slower_workers() -> None:
+    """The second worker is 2.5 times slower, the third has measured nothing; the times per branch are noise."""
+    times = random.Random(1)
+    loads = [worker(name, seconds_per_token=0.0) for name in "abc"]
+    for _ in range(20):
+        slow = times.uniform(0.5, 2)
+        update_prices([(loads[0], 0.01, 0.1), (loads[1], 0.025 * slow, 0.3), (loads[2], 0.0, 0.2)], 0.2)
+        assert {(load.seconds_per_token, load.seconds_per_branch) for load in loads} == {(0.01, 0.2)}
+    for _ in range(3000):
+        noise = [math.exp(times.gauss(0, 0.5)) for _ in range(3)]
+        update_prices([(loads[0], 0.01 * noise[0], 0.1), (loads[1], 0.025 * noise[1], 0.3), (loads[2], 0.0, 0.2)], 0.2)
+    assert loads[2].slowness == 1.0
+    ratio = loads[1].seconds_per_token / loads[0].seconds_per_token
+    assert ratio == pytest.approx(2.5, rel=0.2)
+    assert loads[1].seconds_per_branch / loads[0].seconds_per_branch == pytest.approx(ratio)
+
+
+def test_prices_before_any_measurement_are_equal() -> None:
+    loads = [worker(name, seconds_per_token=0.0) for name in "ab"]
+    update_prices([(load, 0.0, 0.0) for load in loads], 1.0)
+    assert {(load.seconds_per_token, load.seconds_per_branch) for load in loads} == {(DEFAULT_SECONDS, DEFAULT_SECONDS)}
+    update_prices([], 1.0)
 
 
 def test_is_overloaded_when_every_worker_owes_more_than_the_limit() -> None:

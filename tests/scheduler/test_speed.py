@@ -55,3 +55,23 @@ def test_decode_speed_of_steps_that_do_not_lengthen_has_no_negative_slope() -> N
     speed.record(1, 1, 0.02)
     speed.record(8, 8, 0.01)
     assert speed.seconds_per_branch() == 0.0
+
+
+def test_slope_over_branches_ignores_steps_of_a_time_when_the_machine_was_idle() -> None:
+    speed = DecodeSpeed()
+    for _ in range(20):
+        speed.record(1, 1, 0.003)
+    for number in range(40):  # three processes on one processor
+        speed.record(*((3, 3, 0.023) if number % 2 else (6, 6, 0.026)))
+    assert speed.linear_fit() == pytest.approx((0.02, 0.001))
+
+
+def test_slope_over_branches_needs_different_numbers_of_them() -> None:
+    """Steps of 64 branches were slow by chance; those of 16 are older and show more."""
+    speed = DecodeSpeed()
+    for _ in range(20):
+        speed.record(16, 16, 0.016)
+        speed.record(63, 63, 0.063)
+    for _ in range(20):
+        speed.record(64, 64, 0.080)
+    assert speed.seconds_per_branch() == pytest.approx((0.080 - 0.016) / 48)
