@@ -135,12 +135,12 @@ class Reservation:
 class WorkerLoads:
     """Loads of all live workers as one gateway knows them.
 
-    Invariant: `queued_tokens` and `num_branches` are sums over the open reservations of the worker's incarnation, and
-    what other gateways sent.
+    `by_name`: read only. Invariant: `queued_tokens` and `num_branches` are sums over the open reservations of the
+    worker's incarnation, and what other gateways sent.
     """
 
     def __init__(self, workers: Iterable[WorkerLoad] = ()) -> None:
-        self._workers: dict[str, WorkerLoad] = {}
+        self.by_name: dict[str, WorkerLoad] = {}
         self._order: list[WorkerLoad] = []
         self._seeds: NDArray[np.uint64] | None = None
         self._num_choices = 0
@@ -152,7 +152,7 @@ class WorkerLoads:
 
     def get(self, name: str) -> WorkerLoad | None:
         """Return the load of a worker, None if it is not alive."""
-        return self._workers.get(name)
+        return self.by_name.get(name)
 
     def all(self) -> Sequence[WorkerLoad]:
         """Return the loads of all workers."""
@@ -160,20 +160,20 @@ class WorkerLoads:
 
     def add(self, worker: WorkerLoad) -> None:
         """Add a worker, or replace it by its new incarnation."""
-        self._workers[worker.name] = worker
+        self.by_name[worker.name] = worker
         self._update_order()
 
     def remove(self, name: str) -> None:
         """Remove a worker whose lease has expired."""
-        if self._workers.pop(name, None) is not None:
+        if self.by_name.pop(name, None) is not None:
             self._update_order()
 
     def _update_order(self) -> None:
-        self._order, self._seeds = list(self._workers.values()), None
+        self._order, self._seeds = list(self.by_name.values()), None
 
     def reserve(self, decision: Decision, prompt: RoutedPrompt) -> Reservation:
         """Count a routed request before it is dispatched. Raises: KeyError for a worker that is not alive."""
-        worker = self._workers[decision.worker]
+        worker = self.by_name[decision.worker]
         num_tokens = prompt.num_tokens - decision.num_cached_tokens
         reservation = Reservation(worker.name, worker.incarnation, num_tokens, prompt.num_branches)
         self.apply(reservation)
@@ -202,14 +202,14 @@ class WorkerLoads:
 
     def update_others(self, name: str, num_tokens: int, num_branches: int) -> None:
         """Set the prompt tokens and branches that a worker has of other gateways; an unknown worker is ignored."""
-        worker = self._workers.get(name)
+        worker = self.by_name.get(name)
         if worker is not None:
             worker.queued_tokens += num_tokens - worker.other_tokens
             worker.num_branches += num_branches - worker.other_branches
             worker.other_tokens, worker.other_branches = num_tokens, num_branches
 
     def _matching(self, reservation: Reservation) -> WorkerLoad | None:
-        worker = self._workers.get(reservation.worker)
+        worker = self.by_name.get(reservation.worker)
         return worker if worker is not None and worker.incarnation == reservation.incarnation else None
 
     def is_overloaded(self, max_queue_s: float) -> bool:
@@ -284,12 +284,14 @@ def missing_tokens(
     for number in range(len(boundaries), -1, -1):
         start = boundaries[number - 1].num_tokens if number else 0
         total += (end - start) * share
-        if num_public > start:
-            total -= min(num_public - start, end - start) * (share - min(share, min_discount))
+        if num_public > start and share > min_discount:
+            total -= (min(num_public, end) - start) * (share - min_discount)
         missing[number], end = total, start
         place = places[number - 1] if number else None
         if place is not None and len(place.continuations) > 1:
-            share = min(share, _place_discount(place, min_discount))
+            place_share = _place_discount(place, min_discount)
+            if place_share < share:
+                share = place_share
     return missing
 
 
@@ -313,14 +315,14 @@ class Router:
             return None if owner is None else Decision(owner.name, 0, 0.0, RouteReason.HASH)
         weights, boundaries = self.weights, prompt.boundaries
         missing = missing_tokens(prompt, places, weights.min_discount)
-        holders = _holders(places, workers)
+        holders, numbers = _holders(places, workers)
         required = None if prompt.required_worker is None else workers.get(prompt.required_worker)
         candidates: Iterable[WorkerLoad] = (required,) if required is not None else self._candidates(holders, workers)
         best: WorkerLoad | None = None
         best_cost, best_number = 0.0, 0
         horizon, interference = weights.decode * weights.decode_horizon, weights.interference
         for worker in candidates:
-            number = holders.get(worker.name, 0)
+            number = numbers.get(worker.name, 0)
             lacking, n = missing[number], worker.num_branches
             tokens = worker.queued_tokens + lacking * (1 + interference * n)
             if lacking > worker.free_tokens:
@@ -334,27 +336,26 @@ class Router:
         reason = RouteReason.FORK if best is required else RouteReason.PREFIX if best_number else RouteReason.LOAD
         return Decision(best.name, min(num_cached, prompt.num_tokens - 1), best_cost, reason)
 
-    def _candidates(self, holders: Iterable[str], workers: WorkerLoads) -> Iterable[WorkerLoad]:
+    def _candidates(self, holders: dict[str, WorkerLoad], workers: WorkerLoads) -> Iterable[WorkerLoad]:
         every, num_samples = workers.all(), self.weights.num_samples
         if len(every) <= num_samples:
             return every
         draw, num_workers = self._random, len(every)
-        candidates = {name: worker for name in holders if (worker := workers.get(name)) is not None}
         for _ in range(num_samples):
             worker = every[int(draw() * num_workers)]
-            candidates[worker.name] = worker
-        return candidates.values()
+            holders[worker.name] = worker
+        return holders.values()
 
 
-def _holders(places: Sequence[Place | None], workers: WorkerLoads) -> dict[str, int]:
-    """Return live holders -> number of boundaries they are believed to have. Stale incarnations hold nothing."""
-    found: dict[str, int] = {}
+def _holders(places: Sequence[Place | None], workers: WorkerLoads) -> tuple[dict[str, WorkerLoad], dict[str, int]]:
+    """Return the live holders, and how many boundaries each is believed to have. Stale incarnations hold nothing."""
+    found: dict[str, WorkerLoad] = {}
+    numbers: dict[str, int] = {}
+    known = workers.by_name
     for number in range(len(places), 0, -1):
         place = places[number - 1]
         if place is not None:
             for name, incarnation in place.holders.items():
-                if name not in found:
-                    worker = workers.get(name)
-                    if worker is not None and worker.incarnation == incarnation:
-                        found[name] = number
-    return found
+                if name not in found and name in known and known[name].incarnation == incarnation:
+                    found[name], numbers[name] = known[name], number
+    return found, numbers
