@@ -68,7 +68,8 @@ class DecodeSpeed:
         """Return the seconds of a step without rows, by extrapolation, and those that each row adds.
 
         The line through the latest steps and those before them that had MIN_ROW_RATIO times as many rows or as few.
-        Steps of long ago may have run on a machine that was less busy. None while all steps had about as many rows.
+        Steps of long ago may have run on a machine that was less busy. A line that would be below 0 without rows begins
+        there instead. None while all steps had about as many rows.
         """
         points = [
             (median(seconds for seconds, _ in steps), median(rows for _, rows in steps))
@@ -84,4 +85,6 @@ class DecodeSpeed:
         other = next((each for each in others if row_ratio(each) >= MIN_ROW_RATIO), max(others, key=row_ratio))
         (few_s, few), (many_s, many) = sorted((latest, other), key=lambda point: point[1])
         per_row_s = max(0.0, (many_s - few_s) / (many - few))
-        return max(0.0, few_s - few * per_row_s), per_row_s
+        if few * per_row_s > few_s:
+            return 0.0, many_s / many
+        return few_s - few * per_row_s, per_row_s

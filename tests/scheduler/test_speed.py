@@ -70,8 +70,15 @@ def test_slope_over_branches_needs_different_numbers_of_them() -> None:
     """Steps of 64 branches were slow by chance; those of 16 are older and show more."""
     speed = DecodeSpeed()
     for _ in range(20):
-        speed.record(16, 16, 0.016)
-        speed.record(63, 63, 0.063)
+        speed.record(16, 16, 0.030)
+        speed.record(63, 63, 0.077)
     for _ in range(20):
-        speed.record(64, 64, 0.080)
-    assert speed.seconds_per_branch() == pytest.approx((0.080 - 0.016) / 48)
+        speed.record(64, 64, 0.090)
+    assert speed.seconds_per_branch() == pytest.approx((0.090 - 0.030) / 48)
+
+
+def test_branches_never_cost_more_than_the_whole_step() -> None:
+    speed = DecodeSpeed()
+    speed.record(2, 2, 0.001)
+    speed.record(4, 4, 0.020)
+    assert speed.linear_fit() == pytest.approx((0.0, 0.005))
