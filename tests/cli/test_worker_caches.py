@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -72,14 +73,21 @@ def cached_share(url: str, folder: Path, users: int, turns: int) -> float:
     return float(summary["cached_share"])
 
 
-def share_of_one(cwd: Path, users: int, turns: int) -> float:
+@pytest.fixture(scope="module")
+def share_of_one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], float]:
     """Return the share of one engine with the pages of all workers."""
-    options = ("--db", str(cwd / "chat.db"), "--kv-memory", f"{NUM_WORKERS * KV_MIB}MiB")
-    server = Server(DEMO_MODEL, cwd, *AS_INSTALLED, *options)
-    try:
-        return cached_share(server.ready(), cwd / "one", users, turns)
-    finally:
-        server.stop()
+
+    @functools.cache
+    def share(users: int, turns: int) -> float:
+        cwd = tmp_path_factory.mktemp("one")
+        options = ("--db", str(cwd / "chat.db"), "--kv-memory", f"{NUM_WORKERS * KV_MIB}MiB")
+        server = Server(DEMO_MODEL, cwd, *AS_INSTALLED, *options)
+        try:
+            return cached_share(server.ready(), cwd / "load", users, turns)
+        finally:
+            server.stop()
+
+    return share
 
 
 @pytest.mark.slow
@@ -88,9 +96,9 @@ def share_of_one(cwd: Path, users: int, turns: int) -> float:
     [(8, 12, MIN_SHORT_SHARE), pytest.param(16, 20, MIN_SHARE, marks=pytest.mark.long)],
 )
 def test_workers_behind_two_gateways_find_the_pages_that_one_engine_finds(
-    users: int, turns: int, min_share: float, tmp_path: Path
+    users: int, turns: int, min_share: float, share_of_one: Callable[[int, int], float], tmp_path: Path
 ) -> None:
-    expected = share_of_one(tmp_path, users, turns)
+    expected = share_of_one(users, turns)
     with cluster(GatewayOnly, tmp_path) as url:
         found = cached_share(url, tmp_path / "three", users, turns)
     print(f"cached share: one engine {expected:.4f}, three workers {found:.4f}, {found / expected:.3f} of it")
@@ -98,8 +106,8 @@ def test_workers_behind_two_gateways_find_the_pages_that_one_engine_finds(
 
 
 @pytest.mark.slow
-def test_gateways_that_record_no_places_find_less(tmp_path: Path) -> None:
+def test_gateways_that_record_no_places_find_less(share_of_one: Callable[[int, int], float], tmp_path: Path) -> None:
     with cluster(GatewayWithoutPlaces, tmp_path) as url:
         found = cached_share(url, tmp_path / "three", 8, 12)
     print(f"cached share without places {found:.4f}")
-    assert found < MIN_SHORT_SHARE * share_of_one(tmp_path, 8, 12)
+    assert found < MIN_SHORT_SHARE * share_of_one(8, 12)
