@@ -50,6 +50,7 @@ from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.stats import EngineHealth, ModelInfo
 
 POLL_S = 0.1
+SLOW_STORE_S = 2.0  # without its keys, before the operator reads why the server is not ready
 
 Engine = EngineProcess | RemoteEngine
 
@@ -101,13 +102,18 @@ class Banner:
 
     async def wait_for_store(self) -> None:
         """Wait until the stored API keys were read once: until then the server is not ready."""
-        if self._key_cache is None or self._key_cache.is_loaded:
+        if self._key_cache is None:
             return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SLOW_STORE_S):
+                while not self._key_cache.is_loaded:  # noqa: ASYNC110 - the key cache has no event for it
+                    await asyncio.sleep(POLL_S)
+                return
         store = "Redis server of --redis" if self._server.redis else "file of --db"
         self._console.print(
             f"[bold yellow]Waiting for the {store}, which does not answer; the server is not ready until it does[/]"
         )
-        while not self._key_cache.is_loaded:  # noqa: ASYNC110 - the key cache has no event for it
+        while not self._key_cache.is_loaded:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
 
     def show_ready(self, model_info: ModelInfo, health: EngineHealth) -> None:

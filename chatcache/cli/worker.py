@@ -117,12 +117,16 @@ async def _run(
         loaded = asyncio.create_task(engine.wait_loaded())
         await asyncio.wait((failed, stopped, loaded), return_when=asyncio.FIRST_COMPLETED)
         hosting: asyncio.Task[None] | None = None
+        connected: asyncio.Task[bool] | None = None
         if not failed.done() and not stopped.done():
             host = WorkerHost(engine, url, name, numerics_of(engine, engine_config.deterministic, __version__))
             hosting = asyncio.create_task(host.run())
-            print(f"Worker {name} is ready", file=sys.stderr, flush=True)
-            with _ready(ready_file):
-                await asyncio.wait((failed, stopped, hosting), return_when=asyncio.FIRST_COMPLETED)
+            connected = asyncio.create_task(host.is_connected.wait())
+            await asyncio.wait((failed, stopped, hosting, connected), return_when=asyncio.FIRST_COMPLETED)
+            if connected.done():
+                print(f"Worker {name} is ready: {host.id}", file=sys.stderr, flush=True)
+                with _ready(ready_file):
+                    await asyncio.wait((failed, stopped, hosting), return_when=asyncio.FIRST_COMPLETED)
             if stopped.done() and not hosting.done():
                 await _drain(host, server_config.drain_timeout_s)
         status = options.EXIT_OK
@@ -133,7 +137,7 @@ async def _run(
         elif hosting is not None and hosting.done() and not stopped.done():
             log.critical("the connection to the bus failed", exc_info=hosting.exception())
             status = options.EXIT_ERROR
-        tasks = [task for task in (failed, stopped, loaded, hosting) if task is not None]
+        tasks = [task for task in (failed, stopped, loaded, hosting, connected) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

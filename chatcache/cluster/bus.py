@@ -166,13 +166,14 @@ class Lease:
     """A key that exists as long as this process renews it.
 
     After a failed renewal the key may have expired, and others may have acted on that: the caller takes a new id.
+    The first failure of an outage is logged.
     """
 
     def __init__(self, client: Client, key: str) -> None:
         self._client = client
         self._key = key
         self.is_acquired = False
-        self._was_answered = False
+        self.was_answered = True
         self._renewed_at = asyncio.get_running_loop().time()
 
     async def renew(self, value: bytes) -> bool:
@@ -188,18 +189,30 @@ class Lease:
                 async with asyncio.timeout(TIMEOUT_S):
                     answer = await self._client.set(self._key, value, px=int(LEASE_S * 1000), xx=self.is_acquired)
                     is_held = bool(answer)
-            except redis.ResponseError:  # of a primary that is cut off from its replicas
-                await close_idle_connections(self._client)
+            except OUTAGES as error:
+                self._log_outage(error)
+                if isinstance(error, redis.ResponseError):  # of a primary that is cut off from its replicas
+                    await close_idle_connections(self._client)
                 raise
-        self._was_answered = is_held is not None
+        if is_held is not None and not self.was_answered:
+            log.warning("the bus (--bus) answers again")
+        self.was_answered = is_held is not None
         if is_held is None:
             return not self.is_acquired or loop.time() - self._renewed_at < LEASE_S
         self.is_acquired, self._renewed_at = True, started_at
         return is_held
 
+    def _log_outage(self, error: BaseException) -> None:
+        if not self.was_answered:
+            return
+        refuses = isinstance(error, redis.AuthenticationError | redis.ResponseError)
+        problem = "refuses this process" if refuses else "does not answer"
+        reason = str(error) or f"nothing came within {TIMEOUT_S:g} s"
+        log.error("the bus (--bus) %s: %s; trying again", problem, reason)
+
     async def wait(self) -> None:
         """Wait until the lease should be renewed again: soon if the server did not answer."""
-        await asyncio.sleep(RENEW_S if self._was_answered else RETRY_S)
+        await asyncio.sleep(RENEW_S if self.was_answered else RETRY_S)
 
     async def give_up(self) -> None:
         """Delete the key, so that others need not wait until it expires."""

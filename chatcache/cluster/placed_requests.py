@@ -406,7 +406,10 @@ class PlacedRequests:
         `num_lost`: 1 if the worker may have ended because of one of them.
         """
         moved = [placed for placed in self if placed.worker is worker]
-        log.warning("worker %s is lost; %d requests are resumed by others", worker.id, len(moved))
+        if worker.status.is_draining and not moved:
+            log.info("worker %s has drained and left", worker.id)
+        else:
+            log.warning("worker %s is lost; %d requests are resumed by others", worker.id, len(moved))
         for placed in moved:
             placed.num_lost_workers += num_lost
             self._router.release(placed.routed)

@@ -41,6 +41,7 @@ Result = TypeVar("Result")
 MAX_REPORT_AGE_S = 0.1
 _POLL_S = 0.2
 _NO_WORKER = "no engine worker is ready"
+_NO_BUS = "the bus does not answer"
 
 
 class RemoteEngine:
@@ -156,7 +157,7 @@ class RemoteEngine:
         It is computed at most once in MAX_REPORT_AGE_S: each request asks for it, and a sum takes 12 us per worker.
         """
         if not any(worker.is_ready for worker in self._workers.values()):
-            return EngineHealth(ready=False, detail=_NO_WORKER, num_waiting=len(self._requests))
+            return EngineHealth(ready=False, detail=self._problem, num_waiting=len(self._requests))
         now = asyncio.get_running_loop().time()
         if self._health is None or now - self._added_at >= MAX_REPORT_AGE_S:
             reports = [worker.status.health for worker in self._workers.values() if not worker.is_lost]
@@ -197,10 +198,15 @@ class RemoteEngine:
         """Ask all ready workers. Raises: OverloadedError if one of them ends meanwhile."""
         return list(await asyncio.gather(*(ask(worker) for worker in self._workers.values() if worker.is_ready)))
 
+    @property
+    def _problem(self) -> str:
+        """Why no request can run, while no worker is ready."""
+        return _NO_WORKER if self._has_lease.is_set() else _NO_BUS
+
     def _check(self, prompt: Sequence[int] = ()) -> None:
         """Raise: OverloadedError without a ready worker, ContextLengthError."""
         if self.model_info is None or not any(worker.is_ready for worker in self._workers.values()):
-            raise OverloadedError(_NO_WORKER, code="engine_unavailable" if self.model_info else "model_loading")
+            raise OverloadedError(self._problem, code="engine_unavailable" if self.model_info else "model_loading")
         check_length(prompt, self.model_info)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:

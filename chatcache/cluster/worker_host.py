@@ -133,7 +133,8 @@ class RunningRequest:
 class WorkerHost:
     """Connects one engine to the bus until cancelled.
 
-    `name` is published; `numerics`: see `WorkerStatus`. Belongs to one event loop.
+    `name` is published; `numerics`: see `WorkerStatus`. `is_connected`: the bus has had this worker's lease. Belongs to
+    one event loop.
     """
 
     def __init__(self, engine: EngineProcess, url: str, name: str, numerics: str) -> None:
@@ -153,6 +154,7 @@ class WorkerHost:
         self._received: dict[str, int] = {}  # see `WorkerStatus`
         self._lost_since: dict[str, float] = {}  # by gateway whose lease has expired
         self.is_draining = False
+        self.is_connected = asyncio.Event()
         self.id = ""
 
     @property
@@ -187,6 +189,8 @@ class WorkerHost:
         tasks = [asyncio.create_task(writer.run()), asyncio.create_task(self._read())]
         try:
             while await lease.renew(await self._status()):
+                if lease.is_acquired:
+                    self.is_connected.set()
                 if len(tasks) == 2:
                     tasks.append(asyncio.create_task(self._maintain()))
                 for task in tasks:

@@ -86,7 +86,10 @@ async def test_banner_access_row_names_keys_or_reachability(host: str, api_keys:
 
 
 @pytest.mark.parametrize("api_keys", [(), ("sk-one",)])
-async def test_banner_waits_for_a_store_that_does_not_answer_before_it_shows_ready(api_keys: tuple[str, ...]) -> None:
+async def test_banner_waits_for_a_store_that_does_not_answer_before_it_shows_ready(
+    api_keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SLOW_STORE_S", POLL_S / 2)
     store, key_cache, output = SqliteStore(":memory:"), ApiKeyCache(api_keys), io.StringIO()
     config = ServerConfig(api_keys=api_keys, redis="redis://127.0.0.1:1")
     banner = Banner(EngineConfig(), config, ("127.0.0.1", 1), Console(file=output, width=200), key_cache)
@@ -98,6 +101,18 @@ async def test_banner_waits_for_a_store_that_does_not_answer_before_it_shows_rea
     output.truncate(0)
     await banner.wait_for_store()
     assert output.getvalue() == "", "the store answered before"
+    await key_cache.close()
+    await store.close()
+
+
+async def test_banner_does_not_mention_a_store_that_answers_soon() -> None:
+    store, key_cache, output = SqliteStore(":memory:"), ApiKeyCache(()), io.StringIO()
+    banner = Banner(EngineConfig(), ServerConfig(), ("127.0.0.1", 1), Console(file=output), key_cache)
+    waiting = asyncio.create_task(banner.wait_for_store())
+    await asyncio.sleep(POLL_S)
+    await key_cache.open(store.keys)
+    await asyncio.wait_for(waiting, 60)
+    assert output.getvalue() == ""
     await key_cache.close()
     await store.close()
 

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from chatcache.cluster.bus import RETRY_S
 from tests.cli.servers import GatewayOnly, Worker, until_status
 from tests.support.redis_servers import RedisServer, redis_server
 
@@ -162,6 +163,26 @@ def test_killed_worker_changes_no_answer_and_a_drained_one_ends_with_0(long_fold
         assert not (tmp_path / "ready-w2").exists()
         refused = until_status(f"{found.url}/readyz", 503).json()
         assert refused["status"] != "ready"
+
+
+@pytest.mark.slow
+def test_worker_and_gateway_that_the_bus_refuses_are_not_ready(folder: Path, tmp_path: Path) -> None:
+    refused = r"the bus \(--bus\) refuses this process: invalid username-password pair"
+    with redis_server(tmp_path / "redis") as redis, contextlib.ExitStack() as stack:
+        bus = ("--bus", redis.url.replace("secret", "other"))
+        worker = Worker(folder, tmp_path, *bus, "--worker-name", "w1", "--ready-file", "ready-w1")
+        stack.callback(worker.stop)
+        gateway = GatewayOnly(folder, tmp_path, *bus)
+        stack.callback(gateway.stop)
+        worker.saw(refused)
+        gateway.saw(refused)
+        time.sleep(3 * RETRY_S)
+        assert "is ready" not in worker.output and not (tmp_path / "ready-w1").exists()
+        assert until_status(f"{gateway.url}/readyz", 503).json()["detail"] == "the bus does not answer"
+        redis.admin.acl_setuser("chatcache", enabled=True, passwords=["+other"])
+        worker.saw(r"Worker w1 is ready: w1\.\w+")
+        gateway.ready()
+        assert (tmp_path / "ready-w1").exists()
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import redis
 
 from chatcache.cluster import bus
 from tests.engine_process.engines import until
+from tests.support.ports import free_port
 from tests.support.redis_servers import RedisServer, redis_server
 
 
@@ -76,6 +77,31 @@ async def test_lease_that_a_primary_refuses_is_renewed_on_a_new_connection() -> 
     client = CutOffPrimary()
     assert await bus.Lease(client, "key").renew(b"1")
     assert client.num_closed == 1
+
+
+async def test_lease_logs_the_first_failure_of_each_outage(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = bus.connect(server.url.replace("secret", "wrong"))
+    lease = bus.Lease(client, bus.gateway_key("logged"))
+    try:
+        for _ in range(3):
+            assert await lease.renew(b"1") and not lease.is_acquired
+        server.admin.acl_setuser("chatcache", enabled=True, passwords=["+wrong"])
+        assert await lease.renew(b"1") and lease.is_acquired
+    finally:
+        server.admin.acl_setuser("chatcache", enabled=True, passwords=["-wrong"])
+    await client.aclose()
+    first, second = [record.message for record in caplog.records if "--bus" in record.message]
+    assert first.startswith("the bus (--bus) refuses this process: invalid username-password pair")
+    assert second == "the bus (--bus) answers again"
+
+
+async def test_lease_logs_that_nothing_answers(caplog: pytest.LogCaptureFixture) -> None:
+    client = bus.connect(f"redis://127.0.0.1:{free_port()}")
+    assert await bus.Lease(client, "key").renew(b"1")
+    await client.aclose()
+    assert "the bus (--bus) does not answer: " in caplog.text
 
 
 @pytest.mark.usefixtures("patient_bus")
