@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -89,6 +90,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 _bodies: msgspec.msgpack.Decoder[list[bytes]] = msgspec.msgpack.Decoder(list[bytes])
 _statuses = msgspec.msgpack.Decoder(WorkerStatus)
+_ID = re.compile(r"[^\ufffd]*\.[0-9a-f]{16}")
 _loads: msgspec.msgpack.Decoder[Loads] = msgspec.msgpack.Decoder(Loads)
 
 
@@ -106,13 +108,23 @@ def decode_loads(data: bytes) -> Loads:
     return _loads.decode(data)
 
 
-def decode_status(data: bytes | None) -> WorkerStatus | None:
-    """Decode the value of a worker's lease; None for a lease that expired or belongs to another version."""
+def decode_ids(found: Iterable[bytes]) -> list[str]:
+    """Decode the ids of processes, in order; anything else in the set is left out."""
+    names = (each.decode(errors="replace") for each in found)
+    return sorted(name for name in names if _ID.fullmatch(name))
+
+
+def decode_status(worker: str, data: bytes | None) -> WorkerStatus | None:
+    """Decode a worker's lease; None for one that has expired, is of another version, or has another worker's id."""
     try:
-        return _statuses.decode(data) if data else None
+        status = _statuses.decode(data) if data else None
     except msgspec.MsgspecError as error:
-        log.error("the lease of a worker cannot be decoded: is it of another version? %s", error)
+        log.error("the lease of worker %s cannot be decoded: is it of another version? %s", worker, error)
         return None
+    if status is not None and status.id != worker:
+        log.error("the lease of worker %s has the id %r", worker, status.id)
+        return None
+    return status
 
 
 def connect(url: str) -> Client:
@@ -270,7 +282,8 @@ class StreamWriter:
     """Writes the entries that `take` returns to a stream, one at a time, each until the server accepts it.
 
     `take` returns the fields of the next entry, or nothing. With `is_numbered`, entries have the ids 1-0, 2-0, ..., and
-    the server refuses repetitions; otherwise an entry may be written twice when the connection breaks.
+    the server refuses repetitions; otherwise an entry may be written twice when the connection breaks. It
+    `is_displaced`, and ends, if the stream has an entry of a higher number, which it has not written.
     """
 
     def __init__(
@@ -282,6 +295,7 @@ class StreamWriter:
         self._is_numbered = is_numbered
         self._wanted = asyncio.Event()
         self._is_failing = False
+        self.is_displaced = False
         self.num_sent = 0
         self.num_accepted = 0
 
@@ -290,13 +304,15 @@ class StreamWriter:
         self._wanted.set()
 
     async def run(self) -> None:
-        """Write until cancelled."""
+        """Write until cancelled, or displaced."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
             while fields := self._take():
                 self.num_sent += 1
                 await self._write(fields)
+                if self.is_displaced:
+                    return
                 self.num_accepted = self.num_sent
 
     async def _write(self, fields: Mapping[bytes, bytes]) -> None:
@@ -308,7 +324,9 @@ class StreamWriter:
                     self._is_failing = False
                     return
                 except OUTAGES as error:
-                    if self._is_numbered and "equal or smaller" in str(error):  # the answer to an earlier try was lost
+                    if self._is_numbered and "equal or smaller" in str(error):
+                        # Equal: the answer to an earlier try was lost.
+                        self.is_displaced = await last_entry(self._client, self._key) != entry
                         return
                     if not self._is_failing:
                         log.warning("the bus does not accept an entry: %s", error)

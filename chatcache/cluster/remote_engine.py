@@ -248,9 +248,11 @@ class RemoteEngine:
             await asyncio.sleep(_POLL_S)
 
     async def _update_workers(self) -> None:
-        ids = sorted(each.decode() for each in await self._redis.smembers(bus.WORKERS))
-        values = await self._redis.mget([bus.worker_key(each) for each in ids]) if ids else []
+        ids = bus.decode_ids(await self._redis.smembers(bus.WORKERS))
+        keys = [bus.worker_key(each) for each in ids]
+        own, *values = await self._redis.mget([bus.gateway_key(self.id), *keys])
         self._outages.record_answer()
+        had_outage = self._outages.had_outage or own is None  # the bus has lost its data, this gateway's lease, too
         found = dict(zip(ids, values, strict=True))
         for each in self._silent_leases.update(found):
             log.error("worker %s does not renew its lease", each)
@@ -260,10 +262,10 @@ class RemoteEngine:
         for worker in list(self._workers.values()):
             has_lease = bool(found.get(worker.id))
             if worker.is_lost or not has_lease:
-                is_at_fault = not worker.has_gap if has_lease else not self._outages.had_outage
+                is_at_fault = not worker.has_gap if has_lease else not had_outage
                 await self._remove(worker, num_lost=int(is_at_fault))
         for each, value in found.items():
-            status = bus.decode_status(value)
+            status = bus.decode_status(each, value)
             if value is None:
                 await self._redis.srem(bus.WORKERS, each)
             elif status is None or each in self._refused:
@@ -276,7 +278,10 @@ class RemoteEngine:
 
     async def _add(self, status: bus.WorkerStatus) -> None:
         if self.model_info is not None and status.model_info.digest != self.model_info.digest:
-            log.error("worker %s serves another model (%s): it is not used", status.id, status.model_info.name)
+            mine, its = (msgspec.structs.asdict(each) for each in (self.model_info, status.model_info))
+            pairs = [(name, its[name], mine[name]) for name in mine if its[name] != mine[name]]
+            differences = ", ".join(f"{name}: {one!r}, not {other!r}" for name, one, other in pairs)
+            log.error("worker %s serves another model than the others (%s): it is not used", status.id, differences)
             self._refused.add(status.id)
             return
         receive, receive_loads = self._requests.receive, self._router.update_load

@@ -59,16 +59,17 @@ async def write_records(client: bus.Client, gateway: str, records: Iterable[Requ
 async def take_records(client: bus.Client, old: str, new: str) -> list[RequestRecord]:
     """Make gateway `new` the owner of the requests of `old`, a gateway without a lease, and return their records.
 
-    Of several gateways that try, one gets them. Raises: an error of `bus.OUTAGES`, also for those that do not.
+    Of several gateways that try, one gets them. Records that cannot be decoded are deleted. Raises: an error of
+    `bus.OUTAGES`, also for those that do not.
     """
     async with client.pipeline(transaction=True) as pipe:
         await pipe.watch(records_key(old))
         found: dict[bytes, bytes] = await pipe.hgetall(records_key(old))
         taken = [msgspec.structs.replace(each, num_takeovers=each.num_takeovers + 1) for each in _decode_records(found)]
-        found |= {each.request.request_id.encode(): msgspec.msgpack.encode(each) for each in taken}
         pipe.multi()
-        if found:
-            pipe.hset(records_key(new), mapping=found)
+        if taken:
+            mapping = {each.request.request_id: msgspec.msgpack.encode(each) for each in taken}
+            pipe.hset(records_key(new), mapping=mapping)
             pipe.sadd(RECORDED, new)
         pipe.delete(records_key(old))
         pipe.srem(RECORDED, old)
@@ -82,7 +83,11 @@ def _decode_records(found: Mapping[bytes, bytes]) -> list[RequestRecord]:
         try:
             records.append(_records.decode(data))
         except msgspec.MsgspecError as error:
-            log.error("the record of request %s cannot be decoded: is it of another version? %s", name.decode(), error)
+            log.error(
+                "the record of request %s cannot be decoded: is it of another version? %s",
+                name.decode(errors="replace"),
+                error,
+            )
     return records
 
 
@@ -161,8 +166,8 @@ class GatewayRecords:
             await take_records(self._client, old, gateway)
             missing = self.names - await self._names_of(gateway)
             taken: set[str] = set()
-            for other in await self._client.smembers(RECORDED) if missing else ():
-                taken |= missing & await self._names_of(other.decode())
+            for other in bus.decode_ids(await self._client.smembers(RECORDED)) if missing else ():
+                taken |= missing & await self._names_of(other)
             return missing, taken
 
         missing, taken = await bus.retry(move) if old else (set(), set())
@@ -173,7 +178,7 @@ class GatewayRecords:
         return lost
 
     async def _names_of(self, gateway: str) -> set[str]:
-        return {name.decode() for name in await self._client.hkeys(records_key(gateway))}
+        return {name.decode(errors="replace") for name in await self._client.hkeys(records_key(gateway))}
 
 
 async def read_outboxes(client: bus.Client, records: Sequence[RequestRecord]) -> dict[str, list[GatewayNotice] | None]:
@@ -309,8 +314,9 @@ class Takeover:
             await self._client.pexpire(bus.outbox(worker), int(bus.RETAIN_S * 1000))
         if self.on_adopt is None or had_outage:
             return
-        recorded = {name.decode() for name in await self._client.smembers(RECORDED)}
-        for gateway in sorted(recorded - await bus.alive(self._client, recorded)):
+        recorded = bus.decode_ids(await self._client.smembers(RECORDED))
+        alive = await bus.alive(self._client, recorded)
+        for gateway in [each for each in recorded if each not in alive]:
             if self._records.gateway not in ("", gateway) and (records := await self._records.take(gateway)):
                 log.warning("gateway %s has ended: %d of its requests are taken over", gateway, len(records))
                 self._start(records)

@@ -168,7 +168,9 @@ class WorkerHost:
             while True:
                 self.id = bus.new_id(self._name)
                 await self._serve_until_lease_expires()
-                log.error("the lease of this worker expired: its requests are ended, and it begins anew")
+                is_displaced = self._writer is not None and self._writer.is_displaced
+                reason = "others have written to its stream" if is_displaced else "its lease expired"
+                log.error("this worker begins anew under another id and ends its requests: %s", reason)
                 await self._abort(set(self._requests))
                 self._outgoing = Outgoing()
         finally:
@@ -188,7 +190,7 @@ class WorkerHost:
         lease = bus.Lease(self._client, bus.worker_key(self.id))
         tasks = [asyncio.create_task(writer.run()), asyncio.create_task(self._read())]
         try:
-            while await lease.renew(await self._status()):
+            while not writer.is_displaced and await lease.renew(await self._status()):
                 if lease.is_acquired:
                     self.is_connected.set()
                 if len(tasks) == 2:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from chatcache.cluster import bus
+from chatcache.cluster import bus, takeover
 from chatcache.cluster.remote_engine import RemoteEngine
 from chatcache.cluster.worker_host import WorkerHost
 from chatcache.config import EngineConfig
@@ -182,6 +182,49 @@ async def test_abort_in_the_entry_of_its_submit_ends_the_request(server: RedisSe
             return only.host.num_requests == 0
 
         await until(has_ended)
+
+
+@pytest.mark.slow
+async def test_foreign_values_on_the_bus_are_ignored(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    async with worker(server, "a") as only, gateway(server) as engine:
+        copy = bus.new_id("copy")
+        server.admin.set(bus.worker_key(copy), server.admin.get(bus.worker_key(only.host.id)))
+        server.admin.sadd(bus.WORKERS, b"\xff\xfe", "other-tool", "a.xyz", copy)
+        server.admin.sadd(takeover.RECORDED, b"\xff\xfe", "other-tool")
+        engine.recorder.on_adopt = lambda *_: asyncio.sleep(0, True)
+
+        async def is_seen() -> bool:
+            return f"the lease of worker {copy} has the id" in caplog.text
+
+        await until(is_seen)
+        await engine.submit(request("r", 50, prompt=(3, 7)))
+        assert tokens_of(await collect(engine, "r")) == expected_tokens((3, 7), 50)
+        assert [each.id for each in engine.workers] == [only.host.id]
+
+
+@pytest.mark.slow
+async def test_worker_whose_stream_has_a_foreign_entry_begins_anew(server: RedisServer) -> None:
+    async with worker(server, "a") as only, gateway(server) as engine:
+        before = only.host.id
+        server.admin.xadd(bus.outbox(before), {"a": "b"}, id="99999999-0")
+        await engine.submit(request("r", 200, prompt=(3, 7)))
+        assert tokens_of(await collect(engine, "r")) == expected_tokens((3, 7), 200)
+        assert only.host.id != before
+
+
+@pytest.mark.slow
+async def test_bus_that_loses_its_data_three_times_fails_no_request(server: RedisServer) -> None:
+    async with worker(server, "a"), gateway(server) as engine:
+        await engine.submit(request("r", 3000, prompt=(5,)))
+        stream = engine.events("r")
+        events = [await anext(stream)]
+        for _ in range(3):
+            num_moved = engine.num_moved
+            server.admin.flushdb()
+            while engine.num_moved == num_moved:
+                events.append(await asyncio.wait_for(anext(stream), 60))
+        events += [event async for event in stream]
+        assert tokens_of(events) == expected_tokens((5,), 3000) and isinstance(events[-1], Finished)
 
 
 @pytest.mark.slow
