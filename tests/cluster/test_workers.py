@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from chatcache.cluster import bus, takeover
+from chatcache.cluster import bus, remote_engine, takeover
 from chatcache.cluster.remote_engine import RemoteEngine
 from chatcache.cluster.worker_host import WorkerHost
 from chatcache.config import EngineConfig
@@ -213,7 +213,12 @@ async def test_worker_whose_stream_has_a_foreign_entry_begins_anew(server: Redis
 
 
 @pytest.mark.slow
-async def test_bus_that_loses_its_data_three_times_fails_no_request(server: RedisServer) -> None:
+async def test_bus_that_loses_its_data_three_times_fails_no_request(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway notices that its worker's lease is gone before it renews its own."""
+    monkeypatch.setattr(remote_engine, "_POLL_S", 0.02)
+    monkeypatch.setattr(bus, "RENEW_S", 1.0)
     async with worker(server, "a"), gateway(server) as engine:
         await engine.submit(request("r", 3000, prompt=(5,)))
         stream = engine.events("r")
