@@ -252,6 +252,7 @@ class Gateway:
             found = await self.find_response(owner, reader.response_id, ended=True)
         if found is None or found.log.failure is not None:
             raise GatewayUnreachableError("another gateway runs the response now; read it again")
+        await found.catch_up(reader.sent_number)
         return found, found.log.reader(reader.sent_number, extended=reader.is_extended)
 
     async def health(self) -> EngineHealth:

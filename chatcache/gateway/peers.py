@@ -5,8 +5,9 @@
 
 A `RemoteResponse` keeps a copy of the log of a response that runs on another gateway, so every route serves it like one
 of this process, with the same frames and numbers. The copy asks for the frames after its last one whenever it has read
-the previous answer. A lost message is asked for again, and a slow reader is sent nothing that it cannot take. Every
-question names the owner, and both gateways check that the response is the owner's.
+the previous answer. A lost message is asked for again, and a slow reader is sent nothing that it cannot take. A client
+may have read more at the other gateway than the copy has: `catch_up` waits for it. Every question names the owner, and
+both gateways check that the response is the owner's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from chatcache.conversations.tree import Conversation
 from chatcache.errors import ChatcacheError, NotFoundError, OverloadedError
 from chatcache.gateway.errors import INTERNAL_ERROR
 from chatcache.gateway.limits.rate_limits import Charge, RateLimiter
-from chatcache.gateway.responses.event_log import LogCopy, ResponseLog
+from chatcache.gateway.responses.event_log import LogCopy, ResponseLog, TimedReader
 from chatcache.gateway.responses.registry import LoggedResponse, ResponseRegistry, Run
 from chatcache.gateway.responses.steering import SteerRefusedError
 from chatcache.gateway.schemas.responses import Receipt
@@ -88,6 +89,10 @@ class Watch(_Command):
     is_read: bool
 
 
+class CountFrames(_Command):
+    """How many frames the log has."""
+
+
 class Cancel(_Command):
     """End the response; `reason`: why it is incomplete."""
 
@@ -120,7 +125,7 @@ class Fork(_Command):
     fork_with: int | None
 
 
-Command = Find | Watch | Cancel | CheckDrop | Drop | Steer | Fork
+Command = Find | Watch | CountFrames | Cancel | CheckDrop | Drop | Steer | Fork
 
 
 class Question(msgspec.Struct, tag=True, array_like=True):
@@ -224,6 +229,17 @@ class RemoteResponse:
             raise GatewayUnreachableError("the events of the response cannot be read from its gateway") from None
         return copied.num_frames
 
+    async def catch_up(self) -> None:
+        """Wait until the copy has all frames that the log has now. Raises: GatewayUnreachableError."""
+        if self.log.terminal is not None:
+            return
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                num_frames: int = await self._ask(CountFrames(), int)
+                await self.log.wait_for_frame(num_frames - 1)
+        except (ChatcacheError, TimeoutError):
+            raise _unreachable() from None
+
     async def _follow(self) -> None:
         error = await self._read_all()
         if error is not None:
@@ -294,28 +310,6 @@ class RemoteResponse:
         return await self._peers.ask(self._runner, self.owner, self.id, command, result, extra_s)
 
 
-class _RemoteReader:
-    """Counts one other gateway as a reader of a log, until it asks for nothing any more."""
-
-    def __init__(self, log: ResponseLog) -> None:
-        self._log = log
-        self._timer: asyncio.TimerHandle | None = None
-
-    def extend(self, seconds: float) -> None:
-        """Count as a reader for this time from now on."""
-        if self._timer is None:
-            self._log.add_readers(1)
-        else:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self.end)
-
-    def end(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-            self._log.add_readers(-1)
-
-
 class GatewayPeers:
     """The other gateways of the store. Belongs to one event loop."""
 
@@ -348,7 +342,7 @@ class GatewayPeers:
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Queue[Answer]] = {}
         self._watching: set[int] = set()  # numbers of questions for frames
-        self._readers: dict[tuple[str, str], _RemoteReader] = {}
+        self._readers: dict[tuple[str, str], TimedReader] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> None:
@@ -606,6 +600,8 @@ class GatewayPeers:
             raise NotFoundError(f"no response {question.response_id[:128]!r} is running or has recently ended")
         if isinstance(command, Watch):
             return await self._watch(found, command, question.sender)
+        if isinstance(command, CountFrames):
+            return found.log.num_frames
         if isinstance(command, Fork):
             run = found.run
             return await run.reply_prefix(command.item_id, command.num_tokens, command.fork_with) if run else None
@@ -617,7 +613,7 @@ class GatewayPeers:
 
     async def _watch(self, found: LoggedResponse, command: Watch, sender: str) -> LogCopy:
         if command.is_read:
-            reader = self._readers.setdefault((found.id, sender), _RemoteReader(found.log))
+            reader = self._readers.setdefault((found.id, sender), TimedReader(found.log))
             reader.extend(2 * WATCH_S + ANSWER_S)
         elif (reader_here := self._readers.pop((found.id, sender), None)) is not None:
             reader_here.end()

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
+from chatcache.conversations.store import ConversationStore
+from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.responses.run import LiveResponse
 from chatcache.storage import redis_client
 from tests.gateway.kept import server_on
@@ -130,6 +132,34 @@ def test_repeat_through_another_gateway_while_a_response_is_stored_and_not_yet_s
             repeated = send(two, "a")
         assert repeated[0] == 200 and repeated[2]["id"] == sent.result()[2]["id"]
         assert "idempotent-replayed" in repeated[1] and repeated[2]["status"] == sent.result()[2]["status"]
+
+
+def test_repeat_through_another_gateway_that_changes_the_revision_meanwhile_returns_the_first_result(
+    real_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second gateway stores its turn after the first one has looked the key up."""
+    real_redis.admin.flushall()
+    find_target, answers = IdempotencyKey.find_target, []
+
+    with server_on(real_redis) as one, server_on(real_redis) as two:
+        for server in (one, two):
+            server.wait_ready()
+        conversation_id = send(one, "first")[2]["conversation"]["id"]
+        rev = one.request("GET", f"/v1/conversations/{conversation_id}")[2]["rev"]
+        body = {**BODY, "conversation": conversation_id, "rev": rev}
+
+        async def find_late(self: IdempotencyKey, store: ConversationStore, owner: str) -> str | None:
+            found = await find_target(self, store, owner)
+            monkeypatch.setattr(IdempotencyKey, "find_target", find_target)
+            answers.append(await asyncio.to_thread(send, two, "key", body))
+            return found
+
+        monkeypatch.setattr(IdempotencyKey, "find_target", find_late)
+        status, headers, repeated = send(one, "key", body)
+        assert (status, headers.get("idempotent-replayed")) == (200, "true"), repeated
+        assert answers[0][0] == 200 and repeated["id"] == answers[0][2]["id"]
+        status, _, refused = send(one, "other", body)
+        assert (status, refused["error"]["code"]) == (409, "stale_revision"), "a new key is a new request"
 
 
 def _frames(socket: ClientConnection) -> list[dict[str, Any]]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
+import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from chatcache.gateway import peers
 from chatcache.gateway.auth.principal import KeyLimits, Principal
 from chatcache.gateway.limits.rate_limits import RateLimiter, RequestCost
 from chatcache.gateway.peers import Cancel, GatewayPeers, RemoteResponse
+from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.storage import redis_client
 from tests.gateway.frames import Frame, receive, send, until_end
 from tests.gateway.kept import keeping, server_on
@@ -128,6 +132,105 @@ def test_stream_through_the_other_gateway_has_the_same_frames(pair: tuple[Server
     assert other.request("GET", path)[2] == owner.request("GET", path)[2], "log-probabilities included"
     refused = other.request("GET", f"{path}?stream=true&starting_after=100000")
     assert refused[0] == 400 and refused[2]["error"]["param"] == "starting_after"
+
+
+@contextlib.contextmanager
+def lagging_copy(other: Server, response_id: str) -> Iterator[ResponseLog]:
+    """The copy of a log at the other gateway, which gets frames again at the earliest at the end of the test."""
+    assert other.request("GET", f"/v1/responses/{response_id}")[0] == 200
+    assert other.gateway.peers is not None
+    copy = other.gateway.peers._copies.get("", response_id).log
+    is_held, is_released, read = threading.Event(), threading.Event(), RemoteResponse.read
+
+    async def read_late(self: RemoteResponse) -> int:
+        is_held.set()
+        while not is_released.is_set():  # noqa: ASYNC110 - an event of another thread
+            await asyncio.sleep(0.01)
+        return await read(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemoteResponse, "read", read_late)
+        assert is_held.wait(60)
+        try:
+            yield copy
+        finally:
+            is_released.set()
+
+
+def read_beyond(server: Server, response_id: str, copy: ResponseLog) -> int:
+    """Read the events of a response until one that a copy does not have; return its number."""
+    with streamed(server, response_id, after=copy.last_number) as events:
+        return [next(events).sequence_number for _ in range(5)][-1]
+
+
+@pytest.mark.slow
+def test_stream_after_an_event_that_the_copy_does_not_have_yet_continues_there(pair: tuple[Server, Server]) -> None:
+    owner, other = pair
+    response_id = begin(owner)
+    path = f"/v1/responses/{response_id}"
+    with ThreadPoolExecutor(2) as pool, lagging_copy(other, response_id) as copy:
+        number = read_beyond(owner, response_id, copy)
+        resumed = pool.submit(all_events, other, response_id, number)
+        beyond = pool.submit(other.request, "GET", f"{path}?stream=true&starting_after=100000")
+        time.sleep(0.5)
+        assert copy.last_number < number
+    refused = beyond.result()
+    assert (refused[0], refused[2]["error"]["param"]) == (400, "starting_after"), "an event that the response lacks"
+    hurry(owner)
+    numbers = numbers_of(resumed.result())
+    assert numbers == list(range(number + 1, numbers[-1] + 1))
+
+
+@pytest.mark.slow
+def test_web_socket_resume_after_an_event_that_the_copy_does_not_have_yet_continues_there(
+    pair: tuple[Server, Server],
+) -> None:
+    owner, other = pair
+    response_id = begin(owner)
+    with tab(other) as socket:
+        with lagging_copy(other, response_id) as copy:
+            number = read_beyond(owner, response_id, copy)
+            send(socket, "response.resume", response_id=response_id, starting_after=number)
+            time.sleep(0.5)
+            assert copy.last_number < number
+        resumed = receive(socket)
+        assert resumed["type"] == "response.resumed" and resumed["sequence_number"] >= number, resumed
+        while "sequence_number" not in (frame := receive(socket)):
+            pass
+        assert frame["sequence_number"] == number + 1
+    owner.post(f"/v1/responses/{response_id}/cancel")
+
+
+@pytest.mark.slow
+def test_retrieve_through_the_other_gateway_after_the_end_returns_the_ended_response(
+    pair: tuple[Server, Server],
+) -> None:
+    owner, other = pair
+    response_id = begin(owner)
+    path = f"/v1/responses/{response_id}"
+    with ThreadPoolExecutor(1) as pool, lagging_copy(other, response_id) as copy:
+        cancelled = owner.post(f"{path}/cancel")[2]
+        retrieved = pool.submit(other.request, "GET", path)
+        time.sleep(0.5)
+        assert copy.terminal is None
+    assert retrieved.result()[2] == cancelled and cancelled["status"] == "cancelled"
+
+
+@pytest.mark.slow
+def test_stream_after_a_later_event_than_the_copy_has_is_a_503_while_the_owner_does_not_answer(
+    pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The response may have the event: a client that receives a 503 tries again."""
+    owner, other = pair
+    response_id = begin(owner)
+    path = f"/v1/responses/{response_id}"
+    with lagging_copy(other, response_id) as copy:
+        number = read_beyond(owner, response_id, copy)
+        monkeypatch.setattr(peers, "ANSWER_S", 0.2)
+        refused = other.request("GET", f"{path}?stream=true&starting_after={number}")
+        assert (refused[0], refused[2]["error"]["code"]) == (503, "gateway_unreachable")
+        assert other.request("GET", path)[2]["status"] == "in_progress", "the stored state"
+    owner.post(f"{path}/cancel")
 
 
 @pytest.mark.slow

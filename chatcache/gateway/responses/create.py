@@ -17,9 +17,9 @@ from chatcache.conversations.fork_points import ReplyPrefix, TurnRequest
 from chatcache.conversations.prompt import Function, Message, argument_schemas
 from chatcache.conversations.prompt_history import PromptRecord
 from chatcache.conversations.replies.service import Reply, num_candidates
-from chatcache.conversations.store import Claim, IdempotencyConflictError
+from chatcache.conversations.store import Claim, StoreUnavailableError
 from chatcache.conversations.turns import PRESERVE_THINKING, PlannedTurn
-from chatcache.errors import InvalidRequestError, NotFoundError, UnsupportedParameterError
+from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError, UnsupportedParameterError
 from chatcache.gateway.api.attachments import replace_files
 from chatcache.gateway.api.cache_diagnosis import diagnose, response_diagnostics
 from chatcache.gateway.api.compaction import is_compaction, to_summary_request
@@ -108,8 +108,13 @@ async def start_idempotent_response(
             return target
         try:
             return await start_response(gateway, principal, body, extended=extended, idempotency_key=idempotency_key)
-        except IdempotencyConflictError as error:  # another gateway has used the key
-            return idempotency_key.resolve(error.claim)
+        except StoreUnavailableError:  # the store may have the response, and it does not run
+            raise
+        except ChatcacheError:  # perhaps because another gateway has used the key meanwhile
+            target = await idempotency_key.find_target(gateway.opened_store(), principal.owner)
+            if target is None:
+                raise
+            return target
 
 
 @dataclass(frozen=True, slots=True)

@@ -538,3 +538,25 @@ class LogReader:
         num_frames = self._frames.num_frames - self._position
         num_bytes = self._frames.total_bytes - self._bytes_read
         return num_frames > MAX_LAG_FRAMES or (num_frames > 1 and num_bytes > MAX_LAG_BYTES)
+
+
+class TimedReader:
+    """Counts as a reader of a log for some time: another gateway, until it asks for nothing any more."""
+
+    def __init__(self, log: ResponseLog) -> None:
+        self._log = log
+        self._timer: asyncio.TimerHandle | None = None
+
+    def extend(self, seconds: float) -> None:
+        """Count as a reader for this time from now on."""
+        if self._timer is None:
+            self._log.add_readers(1)
+        else:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.end)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._log.add_readers(-1)

@@ -165,6 +165,7 @@ async def _replay_response(
         return LogStream(gateway, owner, logged.log.reader(), headers)
     if not delivery.background:
         return await _ended_answer(request, logged, headers)
+    await logged.catch_up()
     return _logged_answer(gateway, logged, headers)
 
 
@@ -361,6 +362,7 @@ async def _current_response(request: Request) -> Response:
     with contextlib.suppress(GatewayUnreachableError):  # the stored state is the answer then
         logged = await gateway.find_response(owner, response_id)
         if logged is not None:
+            await logged.catch_up()
             return _logged_answer(gateway, logged, {})
     tree = await load_response_tree(store_of(request), owner, response_id)
     return json_response(stored_response(tree, response_id))
@@ -371,6 +373,7 @@ async def _resume_stream(request: Request, after: int) -> Response:
     logged = await gateway.find_response(owner, response_id, ended=True)
     if logged is None:
         raise no_stream_error(await load_response_tree(store_of(request), owner, response_id), response_id)
+    await logged.catch_up(after)
     reader = logged.log.reader(after)
     gateway.metrics.resumed.labels(transport="sse").inc()
     return LogStream(gateway, owner, reader, {})

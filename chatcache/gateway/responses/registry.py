@@ -38,6 +38,10 @@ class Run(Protocol):
     log: ResponseLog
     task: asyncio.Task[None]
 
+    async def catch_up(self) -> None:
+        """Have all events so far in the log. Raises: GatewayUnreachableError."""
+        ...
+
     async def checkpoints(self) -> list[ReplyCheckpoint]:
         """Return the output since the last checkpoints; empty without any or if the response is not stored.
 
@@ -109,6 +113,14 @@ class LoggedResponse:
     ended_s: float = 0.0
     successor: str | None = None
     steers: tuple[Steer, ...] = ()
+
+    async def catch_up(self, number: int | None = None) -> None:
+        """Have all events so far in the log, unless it has that of this number already.
+
+        Only the log of a response that runs on another gateway can be behind. Raises: GatewayUnreachableError.
+        """
+        if self.run is not None and (number is None or number > self.log.last_number):
+            await self.run.catch_up()
 
     @property
     def num_bytes(self) -> int:

@@ -345,6 +345,9 @@ class LiveResponse:
         reply = (message_from_item(main_output(outputs, COMPLETED)),) if outputs else ()
         return (*self._planned.request.input, *reply)
 
+    async def catch_up(self) -> None:
+        """Do nothing: the log has all events."""
+
     async def checkpoints(self) -> list[ReplyCheckpoint]:
         """Return the output since the last checkpoints; empty without any or if the response is not stored.
 

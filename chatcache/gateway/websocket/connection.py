@@ -444,6 +444,7 @@ class Connection:
         fields = parse_fields(body, ResumeFields)
         logged = await self._find(fields.response_id, ended=True)
         after = fields.starting_after if fields.starting_after is not None else -1
+        await logged.catch_up(after)
         self._streams.resume(logged, after, fields.stream_id)
         self._gateway.metrics.resumed.labels(transport="ws").inc()
 
