@@ -652,7 +652,7 @@ class Engine:
     def health(self) -> EngineHealth:
         """Return the engine's state and counters.
 
-        Cheap; page sharing and waste are at most one second old.
+        Cheap; page sharing and waste are at most one second old, and those of an idle engine are current.
         """
         model_info = replace(
             self._static_health,

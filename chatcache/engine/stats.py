@@ -225,7 +225,10 @@ def _fractional_states(requests: Sequence[LiveRequest]) -> dict[str, float]:
 
 
 class PageUsageCache:
-    """Page usage, computed at most once in USAGE_INTERVAL_S, because it costs O(pages held)."""
+    """Page usage, computed at most once in USAGE_INTERVAL_S while requests run, because it costs O(pages held).
+
+    Without running requests it is computed at every read: an idle engine reports no newer health.
+    """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
         self._scheduler = scheduler
@@ -234,9 +237,9 @@ class PageUsageCache:
         self._counted_at = 0.0
 
     def read(self) -> PageUsage:
-        """Return the usage, at most USAGE_INTERVAL_S old."""
+        """Return the usage, at most USAGE_INTERVAL_S old, and without running requests the present one."""
         now = self._clock()
-        if self._usage is None or now - self._counted_at >= USAGE_INTERVAL_S:
+        if self._usage is None or not self._scheduler.running or now - self._counted_at >= USAGE_INTERVAL_S:
             self._usage = self._scheduler.page_usage()
             self._counted_at = now
         return self._usage

@@ -128,11 +128,28 @@ def test_health_usage_equals_stats_and_is_refreshed_once_a_second() -> None:
     gauge = PageUsageCache(engine.scheduler, lambda: now)
     first = gauge.read()
     assert first == engine.cache.stats() and first.num_shared == 4
-    engine.abort("a")
+    engine.cancel_candidate("a", 3)
     now += USAGE_INTERVAL_S / 2
     assert gauge.read() is first
     now += USAGE_INTERVAL_S / 2
     assert gauge.read() == engine.cache.stats() != first
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_health_usage_returns_to_zero_with_the_last_request(is_aborted: bool) -> None:
+    """An idle engine sends no health report after that of its last step."""
+    engine = chat_engine()
+    engine.add(request("a", tuple(range(1, 65)), n=4))
+    engine.step(), engine.step()
+    slots = engine.health().slots
+    assert slots.token > 0 and slots.kept_free > 0 and slots.waste > 0
+    if is_aborted:
+        engine.abort("a")
+    while engine.has_work():
+        engine.step()
+    health = engine.health()
+    assert (health.num_pages_in_use, health.num_pages_shared) == (0, 0)
+    assert (health.slots.token, health.slots.kept_free, health.slots.waste) == (0, 0, 0.0)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import tracemalloc
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatcache.errors import InvalidRequestError, NotFoundError
+from chatcache.gateway.api.logprobs import PackedLogprobs
+from chatcache.gateway.limits import admission
+from chatcache.gateway.limits.admission import LoopTurns
 from chatcache.gateway.responses import log_frames
 from chatcache.gateway.responses.event_log import MAX_LAG_FRAMES, LogReader, ResponseLog
 from chatcache.gateway.responses.log_frames import LogFrame, has_references
@@ -238,10 +241,15 @@ def fill_with_logprobs(log: ResponseLog, num_candidates: int, num_deltas: int) -
     """Fill a log with the four frames that repeat the log-probabilities of each candidate."""
     for _ in range(num_deltas):
         for index in range(num_candidates):
-            log.append("response.output_text.delta", item_id=index, delta="a", logprobs=log.logprobs.add(index, SCORED))
+            log.append(
+                "response.output_text.delta",
+                item_id=f"msg_{index}",
+                delta="a",
+                logprobs=log.logprobs.add(index, SCORED),
+            )
     for index in range(num_candidates):
         for kind in ("response.output_text.done", "response.content_part.done"):
-            log.append(kind, item_id=index, logprobs=log.logprobs.all_of(index))
+            log.append(kind, item_id=f"msg_{index}", logprobs=log.logprobs.all_of(index))
     items = [{"logprobs": log.logprobs.all_of(index)} for index in range(num_candidates)]
     log.append("response.completed", response={"output": items})
     log.close()
@@ -273,6 +281,100 @@ def test_log_stores_logprobs_once_and_readers_receive_them_in_every_frame() -> N
                 assert len(batch) == 1 or not any(has_references(frame) for frame in batch)
 
     run(check())
+
+
+class CountingEntries(PackedLogprobs):
+    """Counts the entries that it encodes."""
+
+    num_encoded = 0
+
+    def read(self, start: int, end: int) -> Iterator[bytes]:
+        self.num_encoded += end - start
+        return super().read(start, end)
+
+
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_readers_of_a_log_share_the_frames_with_logprobs(has_turns: bool) -> None:
+    num_readers, num_deltas = 20, 300
+
+    async def work() -> None:
+        log, source, entries = ResponseLog("resp_1"), ResponseLog("resp_1", (b"a", b"b")), CountingEntries((b"a", b"b"))
+        log.logprobs._entries[0] = entries
+        fill_with_logprobs(source, 1, num_deltas)
+        turns = LoopTurns() if has_turns else None
+
+        async def count_bytes() -> int:
+            num_bytes = 0
+            with log.reader() as reader:
+                while frames := await reader.next(turns, "ann"):
+                    num_bytes += sum(len(frame.data) for frame in frames)
+                    assert log.logprobs.num_shared_bytes <= log_frames.MAX_SHARED_BYTES
+            return num_bytes
+
+        reading = [asyncio.create_task(count_bytes()) for _ in range(num_readers)]
+        await asyncio.sleep(0)
+        while not log.is_closed:
+            log.append_copy(source.copy(log.num_frames, log.logprobs.sizes()))
+        num_bytes = await asyncio.gather(*reading)
+        assert len(set(num_bytes)) == 1 and num_bytes[0] > log_frames.MAX_SHARED_BYTES
+        assert entries.num_encoded == num_deltas
+        assert log.logprobs.num_shared_bytes == 0, "freed with the readers"
+
+    run(work())
+
+
+def test_readers_of_one_owner_have_one_batch_for_each_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "TURN_S", 0.0)
+    monkeypatch.setattr(admission, "PAUSE_FACTOR", 0.0)
+
+    async def work() -> None:
+        log, turns, order = ResponseLog("resp_1", (b"a", b"b")), LoopTurns(), list[str]()
+        fill_with_logprobs(log, 1, 1000)
+
+        async def count_batches(owner: str) -> None:
+            with log.reader() as reader:
+                while await reader.next(turns, owner):
+                    order.append(owner)
+
+        await asyncio.gather(*(count_batches("ann") for _ in range(8)), count_batches("bob"))
+        num_batches = order.count("bob")
+        assert num_batches > 10 and order.count("ann") == 8 * num_batches
+        last = len(order) - order[::-1].index("bob")
+        assert order[:last].count("ann") <= num_batches + 2
+
+    run(work())
+
+
+def test_single_reader_keeps_no_frames_with_logprobs() -> None:
+    async def work() -> None:
+        log = ResponseLog("resp_1", (b"a", b"b"))
+        fill_with_logprobs(log, 1, 10)
+        with log.reader() as reader:
+            assert await reader.next() and log.logprobs.num_shared_bytes == 0
+
+    run(work())
+
+
+def test_reader_of_many_frames_lets_other_tasks_run() -> None:
+    async def work() -> None:
+        log, num_turns = ResponseLog("resp_1", (b"a", b"b")), 0
+        fill_with_logprobs(log, 1, 1000)
+
+        async def count_turns() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_turns())
+        num_bytes = 0
+        with log.reader() as reader:
+            while frames := await reader.next():
+                num_bytes += sum(len(frame.data) for frame in frames)
+        counting.cancel()
+        assert num_turns >= num_bytes // (2 * log_frames.MAX_RESOLVED_BYTES) > 3
+
+    run(work())
 
 
 def test_snapshot_reports_the_logprobs_that_it_lacks() -> None:

@@ -28,8 +28,10 @@ from msgspec import UNSET, Raw, UnsetType
 from chatcache.errors import ChatcacheError, InvalidRequestError
 from chatcache.gateway.api.logprobs import LogprobCopy
 from chatcache.gateway.json_codec import encode
+from chatcache.gateway.limits.admission import LoopTurns
 from chatcache.gateway.responses.log_frames import (
     MAX_RESOLVED_BYTES,
+    MIN_PIECE_BYTES,
     FrameStore,
     LogFrame,
     LogprobStore,
@@ -165,6 +167,7 @@ class BeamTree:
 TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed"})
 MAX_LAG_FRAMES = 256
 MAX_LAG_BYTES = 256 * 1024
+MAX_DIRECT_FRAMES = 16  # more are read in turns if the log has other readers
 _MILESTONES = frozenset({"response.created", "response.output_item.done", *TERMINAL})
 _SNAPSHOT_KINDS = ("response.progress", "conversation.updated")  # a snapshot includes the newest of each
 
@@ -386,6 +389,7 @@ class ResponseLog:
 
     def add_readers(self, change: int) -> None:
         self.num_readers += change
+        self.logprobs.share_resolved(self.num_readers > 1)
         if self.on_reader_count is not None:
             self.on_reader_count(self.num_readers)
 
@@ -438,6 +442,7 @@ class LogReader:
         self._beams_sent_until = 0  # beam frames before this position were sent as part of a tree
         self._acked: int | None = None
         self._opened = asyncio.Event()
+        self._num_turn_bytes = 0  # returned since the last pause
 
     def __enter__(self) -> LogReader:
         self._log.add_readers(1)
@@ -453,17 +458,26 @@ class LogReader:
             for frame in frames:
                 yield frame
 
-    async def next(self) -> Sequence[LogFrame]:
+    async def next(self, turns: LoopTurns | None = None, owner: str = "") -> Sequence[LogFrame]:
         """Wait for frames and return at most one segment of them; empty at the end of the log.
 
-        A frame with very many log-probabilities is returned alone and with references, for `pieces`.
+        A frame with very many log-probabilities is returned alone and with references, for `pieces`. The reader pauses
+        after each MIN_PIECE_BYTES, so that the event loop does other work. If the log has other readers, they read many
+        frames in `turns` of the owner.
         """
         while True:
             await self.wait_open()
             if not self._needs_beams and not await self._log.wait_for_frame(self._position):
                 return ()
-            frames = self._pop_frames()
+            if turns is not None and self._log.num_readers > 1 and self._num_available > MAX_DIRECT_FRAMES:
+                frames = await turns.run(owner, self._pop_frames)
+            else:
+                if self._num_turn_bytes >= MIN_PIECE_BYTES:
+                    self._num_turn_bytes = 0
+                    await asyncio.sleep(0)
+                frames = self._pop_frames()
             if frames:
+                self._num_turn_bytes += sum(len(frame.data) for frame in frames)
                 return frames
 
     def pieces(self, frame: LogFrame) -> Iterator[bytes]:
@@ -534,10 +548,14 @@ class LogReader:
                 break
         return resolved
 
+    @property
+    def _num_available(self) -> int:
+        """Number of frames to read."""
+        return self._frames.num_frames - self._position
+
     def _is_lagging(self) -> bool:
-        num_frames = self._frames.num_frames - self._position
         num_bytes = self._frames.total_bytes - self._bytes_read
-        return num_frames > MAX_LAG_FRAMES or (num_frames > 1 and num_bytes > MAX_LAG_BYTES)
+        return self._num_available > MAX_LAG_FRAMES or (self._num_available > 1 and num_bytes > MAX_LAG_BYTES)
 
 
 class TimedReader:

@@ -250,7 +250,7 @@ class LogStream(EventStream):
         """Wait for frames, also of another gateway that takes the response over. Raises: ChatcacheError."""
         while True:
             try:
-                return await self._reader.next()
+                return await self._reader.next(self._gateway.loop_turns, self._owner)
             except GatewayUnreachableError:
                 _, self._reader = await self._gateway.reopen(self._owner, self._reader)
                 self._reading.close()

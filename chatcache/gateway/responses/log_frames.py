@@ -127,6 +127,7 @@ def _kind(data: bytes) -> str:
 
 MAX_RESOLVED_BYTES = 64 * 1024  # of the frames that a reader gets at once
 MIN_PIECE_BYTES = 32 * 1024
+MAX_SHARED_BYTES = 256 * 1024  # of the resolved frames that the readers of a log share
 _REFERENCE = b"\t"  # encloses a reference; white space of JSON, of which encoded frames have none
 
 
@@ -140,13 +141,16 @@ class LogprobStore:
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._entries: defaultdict[int, PackedLogprobs] = defaultdict(partial(PackedLogprobs, token_bytes))
+        self._shares_resolved = False
+        self._resolved: dict[bytes, bytes] = {}  # the latest resolved frames, oldest first, by their references
+        self.num_shared_bytes = 0  # of these
 
     def __bool__(self) -> bool:
         return bool(self._entries)
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory use."""
+        """Approximate memory use, without the resolved frames: these are gone when the readers are."""
         return sum(entries.num_bytes for entries in self._entries.values())
 
     def add(self, candidate: int, scored: Iterable[ScoredToken]) -> list[TokenLogprob]:
@@ -186,11 +190,32 @@ class LogprobStore:
         """Append what `copy` of another store returned."""
         self._entries[candidate].append_copy(copied)
 
+    def share_resolved(self, is_shared: bool) -> None:
+        """Set whether `resolve` keeps the latest frames, because several readers resolve the same ones."""
+        self._shares_resolved = is_shared
+        if not is_shared:
+            self._resolved.clear()
+            self.num_shared_bytes = 0
+
     def resolve(self, frame: LogFrame) -> LogFrame:
         """Replace the references in a frame by the entries, unless there are too many for one turn."""
-        if not has_references(frame) or self.num_resolved_bytes(frame.data) > MAX_RESOLVED_BYTES:
+        if not has_references(frame):
             return frame
-        return frame._replace(data=b"".join(self.pieces(frame.data)))
+        data = self._resolved.get(frame.data)
+        if data is None:
+            if self.num_resolved_bytes(frame.data) > MAX_RESOLVED_BYTES:
+                return frame
+            data = b"".join(self.pieces(frame.data))
+            if self._shares_resolved:
+                self._keep_resolved(frame.data, data)
+        return frame._replace(data=data)
+
+    def _keep_resolved(self, references: bytes, data: bytes) -> None:
+        self._resolved[references] = data
+        self.num_shared_bytes += len(data)
+        while self.num_shared_bytes > MAX_SHARED_BYTES:
+            oldest = next(iter(self._resolved))
+            self.num_shared_bytes -= len(self._resolved.pop(oldest))
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
         """Yield an encoded text in pieces, in which each reference is replaced by the entries.

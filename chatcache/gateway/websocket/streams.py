@@ -305,7 +305,7 @@ class StreamMultiplexer:
             except TimeoutError:
                 await self._sender.close_slow_client()
                 raise ConnectionError("the client acknowledges nothing") from None
-        return await reader.next()
+        return await reader.next(self._gateway.loop_turns, self._principal.owner)
 
 
 def flatten_body(body: Body) -> Body:
