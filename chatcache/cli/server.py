@@ -380,6 +380,7 @@ def uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        forwarded_allow_ips="*",  # of X-Forwarded-Proto only the attribute Secure of the client's own cookie depends
         http=BoundedHttp,
         ws=BoundedWebSocket,
         ws_max_size=config.max_frame_bytes,
