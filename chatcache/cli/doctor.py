@@ -33,6 +33,7 @@ from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from chatcache.cli import options
+from chatcache.cli.db import redis_remedy
 from chatcache.cli.options import env
 from chatcache.cli.port_check import explain_bind_error, listen
 from chatcache.config import EngineConfig, ServerConfig, format_size
@@ -458,7 +459,8 @@ def _check_redis(config: ServerConfig) -> Iterator[Finding]:
             subject, error.message, "section Storage of chatcache/gateway/docs/deployment.md shows the required user"
         )
     except StoreUnavailableError as error:
-        yield warn(subject, f"not reachable: {error.message}", "start the Redis server; chatcache serve waits for it")
+        remedy = redis_remedy(error) or "start the Redis server; chatcache serve waits for it"
+        yield warn(subject, f"not reachable: {error.message}", remedy)
     else:
         yield ok(subject, "in the Redis server of --redis")
         yield from check_redis_user(permissions)

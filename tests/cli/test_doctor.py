@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from chatcache.auth import new_key
 from chatcache.cli import doctor
+from chatcache.cli.db import check_redis
 from chatcache.cli.doctor import (
     Finding,
     State,
@@ -28,11 +29,13 @@ from chatcache.cli.doctor import (
 )
 from chatcache.cli.main import app
 from chatcache.config import EngineConfig, ServerConfig
+from chatcache.conversations.store import StoreUnavailableError
 from chatcache.storage import redis_client
 from chatcache.storage.open import open_keys
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.storage.sqlite_schema import MIGRATIONS
 from tests.gateway.serving import Server
+from tests.support.certificates import tls_settings
 from tests.support.redis_servers import RedisServer, redis_server
 
 KEY = "sk-doctor-1234567890"
@@ -250,6 +253,25 @@ def admin_findings(server: RedisServer) -> list[Finding]:
 
 def admin_findings_by_subject(server: RedisServer) -> dict[str, Finding]:
     return {each.subject: each for each in admin_findings(server)}
+
+
+def test_untrusted_certificate_of_redis_is_reported_with_a_remedy(tmp_path: Path) -> None:
+    settings, port, certificate = tls_settings(tmp_path)
+    with redis_server(tmp_path / "redis", *settings):
+        url = f"rediss://chatcache:secret@127.0.0.1:{port}/0"
+        for given, remedy in (
+            (url, "trust its authority with &ssl_ca_certs=FILE in the URL"),
+            (
+                f"{url.replace('127.0.0.1', 'localhost')}?ssl_ca_certs={certificate}",
+                "use a host name or address of its",
+            ),
+        ):
+            finding = finding_of(check_settings(EngineConfig(), ServerConfig(port=0, redis=given)), "Conversations")
+            assert finding.state is State.WARN and remedy in finding.remedy
+            with pytest.raises(StoreUnavailableError, match="CERTIFICATE_VERIFY_FAILED") as caught:
+                check_redis(given)
+            assert remedy in caught.value.message and "correct the URL" not in caught.value.message
+        check_redis(f"{url}?ssl_ca_certs={certificate}")
 
 
 def test_doctor_reports_durability_and_permissions_of_redis(tmp_path: Path) -> None:
