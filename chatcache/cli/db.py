@@ -166,8 +166,17 @@ def check_redis(url: str) -> None:
     except StoreUnavailableError as error:
         raise StoreUnavailableError(
             f"the Redis server of --redis does not answer: {error.message.removesuffix('.')}; "
-            "start it, or correct the URL"
+            f"{redis_remedy(error) or 'start it, or correct the URL'}"
         ) from error
+
+
+def redis_remedy(error: StoreUnavailableError) -> str:
+    """Return what to do about a TLS certificate that was not accepted; "" for other errors."""
+    if "CERTIFICATE_VERIFY_FAILED" not in error.message:
+        return ""
+    if "mismatch" in error.message:
+        return "use a host name or address of its certificate in the URL"
+    return "trust its authority with &ssl_ca_certs=FILE in the URL"
 
 
 @contextlib.asynccontextmanager

@@ -13,14 +13,15 @@ import ipaddress
 import itertools
 import os
 import platform
+import secrets
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
@@ -33,6 +34,7 @@ from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from chatcache.cli import options
+from chatcache.cli.db import redis_remedy
 from chatcache.cli.options import env
 from chatcache.cli.port_check import explain_bind_error, listen
 from chatcache.config import EngineConfig, ServerConfig, format_size
@@ -41,6 +43,9 @@ from chatcache.errors import ModelFolderError
 from chatcache.factory import check_model_folder, check_weight_files, has_tokenizer, served_name
 from chatcache.storage.redis_client import RedisPermissions
 from chatcache.storage.sqlite_schema import MIGRATIONS
+
+if TYPE_CHECKING:
+    from chatcache.cluster.bus import WorkerStatus
 
 SERVER = ServerConfig()
 MIN_MEMORY_BYTES = 2 * 2**30
@@ -101,6 +106,7 @@ def doctor(
     port: options.Port = SERVER.port,
     db: options.Db = SERVER.db,
     redis: options.RedisUrl = SERVER.redis,
+    bus: options.Bus = "",
 ) -> None:
     """Check this machine and these settings, or a running server (--url), and suggest remedies.
 
@@ -112,7 +118,8 @@ def doctor(
         findings = check_running_server(url, api_key)
     else:
         config = ServerConfig(host=host, port=port, db=db, redis=redis, api_keys=(api_key,) if api_key else ())
-        findings = itertools.chain(check_machine(), check_settings(EngineConfig(model=model), config))
+        checks = (check_machine(), check_settings(EngineConfig(model=model), config), check_bus(bus) if bus else ())
+        findings = itertools.chain(*checks)
     has_failed = False
     for finding in findings:
         console.print(f"{_MARKS[finding.state]} [bold]{finding.subject}[/]  {escape(finding.fact)}")
@@ -363,6 +370,53 @@ def _check_redis_durability(permissions: RedisPermissions) -> Finding:
     return ok("Redis", f"has an append-only file{f', {_DURABILITY[sync]}' if sync in _DURABILITY else ''}")
 
 
+def check_bus(url: str) -> Iterator[Finding]:
+    """Check the login and the user of the Redis server of --bus, and the workers that it has.
+
+    The stream that is written for it is deleted.
+    """
+    from chatcache.cluster import bus
+    from chatcache.storage.redis_client import RefusedCommand, probe_server, run_commands
+
+    subject, stream = "Bus", f"{bus.PREFIX}doctor:{secrets.token_hex(8)}"
+    try:
+        probe_server(url, stream)
+        *answers, workers = run_commands(
+            url,
+            [
+                ("XADD", stream, "*", "field", "value"),
+                ("PEXPIRE", stream, 1000),
+                ("XREAD", "STREAMS", stream, 0),
+                ("UNLINK", stream),
+                ("SMEMBERS", bus.WORKERS),
+            ],
+        )
+        refused = next((each.reason for each in (*answers, workers) if isinstance(each, RefusedCommand)), None)
+        if refused is not None:
+            yield fail(subject, f"the user may not use it: {refused}", "use the user of `chatcache redis-acl FOLDER`")
+            return
+        names = sorted(each.decode() for each in workers)
+        (leases,) = run_commands(url, [("MGET", *map(bus.worker_key, names))]) if names else ([],)
+    except StoreUnusableError as error:
+        yield fail(subject, error.message, "use the user of `chatcache redis-acl FOLDER`")
+        return
+    except StoreUnavailableError as error:
+        yield fail(subject, f"not reachable: {error.message}", redis_remedy(error) or "start the Redis server of --bus")
+        return
+    yield ok(subject, "this user may read and write it")
+    yield _check_workers([status for lease in leases if (status := bus.decode_status(lease)) is not None])
+
+
+def _check_workers(found: Sequence[WorkerStatus]) -> Finding:
+    subject, names = "Workers", [each.name for each in found]
+    if not found:
+        return warn(subject, "none on the bus", "start one: chatcache worker MODEL --bus URL, with the same model")
+    fact = f"{len(found)} on the bus: {', '.join(sorted(names))}"
+    if len(set(names)) < len(names):
+        return warn(subject, f"{fact}; a name is repeated", "give each worker another --worker-name")
+    return ok(subject, fact)
+
+
 def check_keys(config: ServerConfig, num_keys: int, num_revoked: int = 0) -> Finding:
     """Check that clients need a key if other machines can connect.
 
@@ -458,7 +512,8 @@ def _check_redis(config: ServerConfig) -> Iterator[Finding]:
             subject, error.message, "section Storage of chatcache/gateway/docs/deployment.md shows the required user"
         )
     except StoreUnavailableError as error:
-        yield warn(subject, f"not reachable: {error.message}", "start the Redis server; chatcache serve waits for it")
+        remedy = redis_remedy(error) or "start the Redis server; chatcache serve waits for it"
+        yield warn(subject, f"not reachable: {error.message}", remedy)
     else:
         yield ok(subject, "in the Redis server of --redis")
         yield from check_redis_user(permissions)

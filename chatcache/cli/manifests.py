@@ -20,6 +20,7 @@ from chatcache.engine_process.process import EXIT_GRACE_S
 PORT = 8000
 USER_ID = 10001  # of the image
 READY_FILE = "/tmp/ready"
+DOMAIN = "cluster.local"  # of most clusters; for another one give the full name as --host
 STOP_DELAY_S = 5  # until the load balancers have learned that a gateway ends
 MAX_NAME_CHARS = 40
 MAX_REPLICAS = 1000
@@ -139,13 +140,16 @@ def _gateway(name: str, image: str, serving: list[str], host: str) -> Manifest:
     """Return the Deployment without a number of replicas, which its scaler sets: applying it again changes nothing."""
     probe = {"path": "/readyz", "port": PORT, "httpHeaders": [{"name": "Host", "value": "localhost"}]}
     alive = {**probe, "path": "/livez"}
-    allowed = " ".join(filter(None, (f"{name}-gateway", host)))
+    service = f"{name}-gateway.$(POD_NAMESPACE)"
+    allowed = " ".join(filter(None, (f"{name}-gateway", service, f"{service}.svc", f"{service}.svc.{DOMAIN}", host)))
     container = _container(image, ["gateway", *serving], {"cpu": "1", "memory": "2Gi"}, {"cache": "/cache"})
     container |= {
         "env": [
             _secret(name, "CHATCACHE_REDIS", "store"),
             _secret(name, "CHATCACHE_BUS", "bus"),
             *_optional(name),
+            # Kubernetes replaces references only to variables that are defined before.
+            {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
             {"name": "CHATCACHE_ALLOWED_HOST", "value": allowed},
         ],
         "ports": [{"name": "http", "containerPort": PORT}],

@@ -65,7 +65,10 @@ class Banner:
         address: tuple[Any, ...],
         console: Console | None = None,
         key_cache: ApiKeyCache | None = None,
+        *,
+        has_bus: bool = False,
     ) -> None:
+        self._has_own_store = has_bus and not server.redis
         self._name = escape(engine.served_model_name or engine.model)
         self._kv_memory_bytes = engine.kv_memory_bytes
         self._deterministic = ", deterministic" if engine.deterministic else ""
@@ -150,6 +153,7 @@ class Banner:
                 if num_shared_prompts
                 else []
             ),
+            *self._store_row(),
             ("access", self._access()),
             ("ready", f"[bold green]{self._url}[/]  (chat page; API under /v1)"),
         ]
@@ -169,6 +173,13 @@ class Banner:
         unused = held - health.num_pages * page_bytes
         share = unused / held
         return f"{format_size(max(unused, 0))} of the memory is in no page ({share:.1%}); {text}"
+
+    def _store_row(self) -> list[tuple[str, str]]:
+        """Return a warning for a gateway of a bus whose conversations and keys the other gateways do not see."""
+        if not self._has_own_store:
+            return []
+        text = f"{escape(self._server.db)}, for this gateway only; give --redis to share it with other gateways"
+        return [("store", f"[bold yellow]{text}[/]")]
 
     def _access(self) -> str:
         if self._key_cache is not None and not self._key_cache.is_open:
@@ -257,7 +268,8 @@ def run_server(
         seed=engine_config.seed,
     )
     console = Console(file=logs.LogWriter(log), width=1000) if server_config.log_format == "json" else None
-    banner = Banner(engine_config, server_config, sock.getsockname(), console, app.state.gateway.key_cache)
+    key_cache = app.state.gateway.key_cache
+    banner = Banner(engine_config, server_config, sock.getsockname(), console, key_cache, has_bus=bool(bus_url))
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_serve(app, engine, server_config, sock, banner))
 
@@ -386,6 +398,7 @@ def uvicorn_config(app: object, config: ServerConfig) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        forwarded_allow_ips="*",  # of X-Forwarded-Proto only the attribute Secure of the client's own cookie depends
         http=BoundedHttp,
         ws=BoundedWebSocket,
         ws_max_size=config.max_frame_bytes,

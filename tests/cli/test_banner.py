@@ -26,10 +26,10 @@ MODEL_INFO = ModelInfo(name="m", digest="00", vocab_size=10, max_model_len=2048,
 HEALTH = EngineHealth(ready=True, page_size=16, num_pages=127, kv_bytes=128 * 4096, num_host_pages=256)
 
 
-def shown(engine: EngineConfig, server: ServerConfig, health: EngineHealth = HEALTH) -> str:
+def shown(engine: EngineConfig, server: ServerConfig, health: EngineHealth = HEALTH, *, has_bus: bool = False) -> str:
     out = io.StringIO()
     console = Console(file=out, width=160, highlight=False)
-    Banner(engine, server, ("127.0.0.1", 1), console).show_ready(MODEL_INFO, health)
+    Banner(engine, server, ("127.0.0.1", 1), console, has_bus=has_bus).show_ready(MODEL_INFO, health)
     return " ".join(out.getvalue().split())
 
 
@@ -57,6 +57,14 @@ def test_banner_omits_rows_of_unused_features() -> None:
     text = shown(EngineConfig(), ServerConfig(), EngineHealth(ready=True, page_size=16, num_pages=127, kv_bytes=2**19))
     assert "host pages" not in text and "system prompt" not in text
     assert "2 system prompt(s)" in shown(EngineConfig(), ServerConfig(shared_system_prompts=("a", "b")))
+
+
+def test_banner_of_a_gateway_without_redis_says_that_its_store_is_not_shared() -> None:
+    config, text = ServerConfig(db="chat.db"), "store chat.db, for this gateway only; give --redis to share it"
+    assert text in shown(EngineConfig(), config, has_bus=True)
+    assert "this gateway only" not in shown(EngineConfig(), config)
+    shared = ServerConfig(redis="redis://store:6379/0")
+    assert "this gateway only" not in shown(EngineConfig(), shared, has_bus=True)
 
 
 @pytest.mark.parametrize(

@@ -13,26 +13,33 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from chatcache.auth import new_key
 from chatcache.cli import doctor
+from chatcache.cli.db import check_redis
 from chatcache.cli.doctor import (
     Finding,
     State,
+    check_bus,
     check_disk_space,
     check_machine,
     check_running_server,
     check_settings,
 )
 from chatcache.cli.main import app
+from chatcache.cluster.bus import WORKERS, WorkerStatus, new_id, worker_key
 from chatcache.config import EngineConfig, ServerConfig
+from chatcache.conversations.store import StoreUnavailableError
 from chatcache.storage import redis_client
 from chatcache.storage.open import open_keys
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.storage.sqlite_schema import MIGRATIONS
+from chatcache.types.stats import EngineHealth, ModelInfo
 from tests.gateway.serving import Server
+from tests.support.certificates import tls_settings
 from tests.support.redis_servers import RedisServer, redis_server
 
 KEY = "sk-doctor-1234567890"
@@ -250,6 +257,66 @@ def admin_findings(server: RedisServer) -> list[Finding]:
 
 def admin_findings_by_subject(server: RedisServer) -> dict[str, Finding]:
     return {each.subject: each for each in admin_findings(server)}
+
+
+def bus_findings(url: str) -> dict[str, Finding]:
+    return {each.subject: each for each in check_bus(url)}
+
+
+def register_worker(server: RedisServer, name: str) -> None:
+    model_info = ModelInfo(name="m", digest="00", vocab_size=10, max_model_len=8, dtype="float32", attention="cpu")
+    status = WorkerStatus(
+        id=new_id(name), name=name, numerics="", model_info=model_info, health=EngineHealth(ready=True)
+    )
+    server.admin.sadd(WORKERS, status.id)
+    server.admin.set(worker_key(status.id), msgspec.msgpack.encode(status))
+
+
+def test_doctor_reports_login_rights_and_workers_of_the_bus(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        server.admin.sadd(WORKERS, "gone.00")  # without a lease
+        for url, text in (
+            (server.url.replace("secret", "wrong"), "rejects the login"),
+            ("redis://127.0.0.1:1", "not reachable"),
+            ("http://127.0.0.1", "not a URL"),
+        ):
+            found = bus_findings(url)
+            assert found.keys() == {"Bus"} and found["Bus"].state is State.FAIL and text in found["Bus"].fact
+        server.admin.acl_setuser(
+            "reader", enabled=True, passwords=["+x"], keys=["chatcache:*"], categories=["+@read", "+@connection"]
+        )
+        reader = bus_findings(f"redis://reader:x@127.0.0.1:{server.port}/0")["Bus"]
+        assert reader.state is State.FAIL and "the user may not use it" in reader.fact and "xadd" in reader.fact
+        assert [each.state for each in check_bus(server.url)] == [State.OK, State.WARN]
+        for name in ("gpu-1", "gpu-2"):
+            register_worker(server, name)
+        assert bus_findings(server.url)["Workers"] == Finding("Workers", State.OK, "2 on the bus: gpu-1, gpu-2")
+        register_worker(server, "gpu-1")
+        assert "a name is repeated" in bus_findings(server.url)["Workers"].fact
+        assert not server.admin.keys("chatcache:bus:doctor:*")
+        shown = CliRunner().invoke(
+            app, ["doctor", "--port", "0", "--db", str(tmp_path / "chat.db"), "--bus", server.url]
+        )
+        assert "3 on the bus" in shown.output and "secret" not in shown.output
+
+
+def test_untrusted_certificate_of_redis_is_reported_with_a_remedy(tmp_path: Path) -> None:
+    settings, port, certificate = tls_settings(tmp_path)
+    with redis_server(tmp_path / "redis", *settings):
+        url = f"rediss://chatcache:secret@127.0.0.1:{port}/0"
+        for given, remedy in (
+            (url, "trust its authority with &ssl_ca_certs=FILE in the URL"),
+            (
+                f"{url.replace('127.0.0.1', 'localhost')}?ssl_ca_certs={certificate}",
+                "use a host name or address of its",
+            ),
+        ):
+            finding = finding_of(check_settings(EngineConfig(), ServerConfig(port=0, redis=given)), "Conversations")
+            assert finding.state is State.WARN and remedy in finding.remedy
+            with pytest.raises(StoreUnavailableError, match="CERTIFICATE_VERIFY_FAILED") as caught:
+                check_redis(given)
+            assert remedy in caught.value.message and "correct the URL" not in caught.value.message
+        check_redis(f"{url}?ssl_ca_certs={certificate}")
 
 
 def test_doctor_reports_durability_and_permissions_of_redis(tmp_path: Path) -> None:

@@ -347,7 +347,9 @@ def test_stopped_gateway_leaves_its_responses_to_the_other_one(
         both.processes[0].signal(signal.SIGTERM)
         assert both.processes[0].wait() == 0
         stream.join()
-        assert stream.seen.pop()["code"] == "gateway_unreachable"
+        error = stream.seen.pop()
+        assert error["code"] == "gateway_unreachable"
+        assert error["sequence_number"] == stream.seen[-1]["sequence_number"] + 1, "that of the event that follows"
         end = check_rest(both, stream)
         assert end["type"] == "response.incomplete" and end["response"]["usage"]["output_tokens"] == MANY_TOKENS
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,7 +25,7 @@ from chatcache.types.stats import ExplainQuery, PackedPrompt
 from tests.engine_process.crashing_engine import RequestGroup, check_same, expected_events, make_request, poison
 from tests.engine_process.crashing_engine import process as crashing_process
 from tests.engine_process.engines import FAST, expected_tokens, process, request, until
-from tests.support.ports import free_port
+from tests.support.certificates import tls_settings
 from tests.support.redis_servers import RedisServer, redis_server
 
 pytestmark = pytest.mark.usefixtures("patient_bus")
@@ -99,24 +97,9 @@ async def test_request_gives_the_events_of_the_engine(server: RedisServer) -> No
         assert (await engine.health()).ready
 
 
-def self_signed(folder: Path) -> tuple[Path, Path]:
-    """Create a key and a certificate for 127.0.0.1."""
-    program = shutil.which("openssl")
-    if program is None:
-        pytest.skip("needs openssl: apt-get install openssl")
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
-    name = ("-subj", "/CN=bus", "-addext", "subjectAltName=IP:127.0.0.1")
-    files = ("-keyout", str(key), "-out", str(certificate))
-    command = [program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *name, *files]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return key, certificate
-
-
 @pytest.mark.slow
 async def test_request_over_tls_gives_the_events_of_the_engine(tmp_path: Path) -> None:
-    (key, certificate), port = self_signed(tmp_path), free_port()
-    files = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate))
-    settings = ("--tls-port", str(port), "--tls-auth-clients", "no", *files)
+    settings, port, certificate = tls_settings(tmp_path)
     with redis_server(tmp_path / "redis", *settings) as server:
         untrusting = f"rediss://chatcache:secret@127.0.0.1:{port}/0"
         server.url = f"{untrusting}?ssl_ca_certs={certificate}"

@@ -15,8 +15,11 @@ import redis
 from openai import OpenAI
 from websockets.sync.client import connect
 
+from chatcache.cli.server import uvicorn_config
+from chatcache.config import ServerConfig
 from chatcache.transfer.archive import check_archive
 from tests.deploy.compose_processes import LocalServices, resolved
+from tests.gateway.serving import Server
 from tests.support.redis_servers import redis_binary
 
 pytestmark = pytest.mark.slow
@@ -201,6 +204,24 @@ def test_scaled_services_answer_through_the_proxy_and_survive_a_killed_gateway_a
     assert not any(password in services.log(name) for name in (*REDISES, *SENTINELS, "gateway-2"))
     assert services.stop("proxy") == 0 and services.stop("worker") == 0
     assert services.names("home") == services.names("cwd") == set()
+
+
+def test_proxy_keeps_the_scheme_of_a_proxy_in_front_of_it(scaled_running: LocalServices) -> None:
+    """A session cookie is Secure exactly if the client's own connection has TLS."""
+    services, key = scaled_running, "sk-proxied-12345678"
+    config = ServerConfig(db=":memory:", api_keys=(key,), allowed_hosts=("chat.example.org",))
+    with Server(config, settings=uvicorn_config) as gateway:
+        gateway.wait_ready()
+        services.ports["gateway-1"] = gateway.port
+        services.start("proxy")
+        address = f"http://127.0.0.1:{services.ports['proxy']}"
+        services.wait(lambda: _status(f"{address}/readyz") == 200, "proxy")
+        known = {"authorization": f"Bearer {key}", "host": "chat.example.org"}
+        for given, is_secure in (({}, False), ({"x-forwarded-proto": "https"}, True)):
+            answer = httpx.post(f"{address}/v1/session", headers={**known, **given}, timeout=60)
+            assert answer.status_code == 200
+            assert answer.headers["set-cookie"].endswith("; Secure") is is_secure
+        assert services.stop("proxy") == 0
 
 
 def _answer(url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import kubernetes_validate
@@ -13,6 +14,7 @@ from chatcache.cli.main import app
 from chatcache.config import ServerConfig
 from chatcache.engine_process.process import EXIT_GRACE_S
 from tests.deploy.compose_processes import dockerfile
+from tests.gateway.serving import Server
 
 KUBERNETES = ("1.30", "1.37")
 SCALED = ("--workers", "3", "--max-workers", "8", "--prometheus", "http://prometheus:9090")
@@ -93,14 +95,39 @@ def test_commands_are_those_of_this_version() -> None:
         assert done.exit_code == 0
         assert all(word in done.stdout for word in rest if word.startswith("--"))
         assert "some/model" in rest
-        secrets = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in container["env"] if "valueFrom" in each}
+        sources = {each["name"]: each["valueFrom"] for each in container["env"] if "valueFrom" in each}
+        secrets = {name: each["secretKeyRef"] for name, each in sources.items() if "secretKeyRef" in each}
         assert secrets["CHATCACHE_BUS"] == {"name": "chatcache-redis", "key": "bus"}
         assert secrets["HF_TOKEN"]["optional"]
-    plain = {each["name"]: each["value"] for each in gateway["env"] if "value" in each}
-    assert plain == {"CHATCACHE_ALLOWED_HOST": "chatcache-gateway chat.example.org"}
+    assert [each["name"] for each in gateway["env"] if "value" in each] == ["CHATCACHE_ALLOWED_HOST"]
     assert worker["resources"]["limits"]["nvidia.com/gpu"] == "1" and "cuda" in worker["args"]
     on_cpu = container_of(printed("--gpus", "0")["StatefulSet", "chatcache-worker"])
     assert "nvidia.com/gpu" not in on_cpu["resources"]["limits"] and "cpu" in on_cpu["args"]
+
+
+def environment_of(container: Any, namespace: str) -> dict[str, str]:
+    """Return the variables with values as Kubernetes sets them: references to variables before them are replaced."""
+    found: dict[str, str] = {}
+    for each in container["env"]:
+        if "value" in each:
+            found[each["name"]] = re.sub(r"\$\((\w+)\)", lambda name: found.get(name[1], name[0]), each["value"])
+        elif each["valueFrom"].get("fieldRef") == {"fieldPath": "metadata.namespace"}:
+            found[each["name"]] = namespace
+    return found
+
+
+def test_gateway_accepts_the_names_of_its_service_in_all_namespaces() -> None:
+    gateway = container_of(printed("--name", "chat", "--host", "chat.example.org")["Deployment", "chat-gateway"])
+    allowed = environment_of(gateway, "models")["CHATCACHE_ALLOWED_HOST"].split()
+    suffixes = ("", ".models", ".models.svc", ".models.svc.cluster.local")
+    assert allowed == [*(f"chat-gateway{suffix}" for suffix in suffixes), "chat.example.org"]
+    with Server(ServerConfig(host="0.0.0.0", allowed_hosts=tuple(allowed), db=":memory:")) as server:
+        server.wait_ready()
+        for host, status in ((allowed[1], 200), (f"{allowed[3]}:80", 200), ("chat-gateway.others", 403)):
+            assert server.request("GET", "/v1/models", headers={"host": host})[0] == status
+    # Injected: a reference to a variable that is defined after it stays as it is.
+    turned = {"env": gateway["env"][::-1]}
+    assert "$(POD_NAMESPACE)" in environment_of(turned, "models")["CHATCACHE_ALLOWED_HOST"]
 
 
 def test_selectors_name_the_pods_and_workers_accept_no_connection() -> None:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from chatcache.config import ServerConfig
 from chatcache.errors import ChatcacheError
-from chatcache.gateway.metrics import Metrics
+from chatcache.gateway.metrics import Metrics, _EngineCollector
 from chatcache.types.stats import EngineHealth, WorkerReport
 from tests.gateway.documents import DOCS
 from tests.gateway.serving import Server
@@ -197,6 +197,33 @@ def test_injected_unknown_name_or_label_is_found(samples: dict[str, set[str]]) -
     assert _unknown("sum by (user) (chatcache_kv_pages)", "{{state}}", samples) == ["user"]
 
 
+def _added_wrongly(expr: str) -> list[str]:
+    """Return the metrics of the expression whose samples of several gateways are not combined correctly.
+
+    Every gateway reports sums over all workers, which are not added again. What a gateway reports of itself is added.
+    """
+    of_engine = {sample.name for family in _EngineCollector().collect() for sample in family.samples}
+    wrong: list[str] = []
+    for name in set(re.findall(r"chatcache_\w+", expr)):
+        if name.endswith("_bucket"):
+            right = r"sum by \([\w, ]+\) \(rate\("  # quantiles are the same if all buckets are added twice
+        elif name in {*of_engine, "chatcache_store_up", "chatcache_worker_owed_seconds"}:
+            right = r"(?:max|min)(?: by \(\w+\) )?\((?:(?:rate|increase)\()?"
+        else:
+            right = r"sum(?: by \(\w+\) )?\((?:(?:rate|increase)\()?"
+        num_uses = len(re.findall(rf"{name}\b", expr))
+        wrong += [name] if len(re.findall(rf"\b{right}{name}\b", expr)) < num_uses else []
+    return wrong
+
+
+def test_panels_of_several_gateways_count_each_worker_once() -> None:
+    assert [(expr, wrong) for expr, _ in _targets() if (wrong := _added_wrongly(expr))] == []
+    # Injected: sums over gateways that report the same workers, and lines of each gateway.
+    assert _added_wrongly("sum(chatcache_requests_running)") == ["chatcache_requests_running"]
+    assert _added_wrongly("rate(chatcache_output_tokens_total[5m])") == ["chatcache_output_tokens_total"]
+    assert _added_wrongly("max(chatcache_ws_connections)") == ["chatcache_ws_connections"]
+
+
 def test_panels_have_unique_ids_and_positions() -> None:
     panels = json.loads((GRAFANA / "chatcache.json").read_text())["panels"]
     places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
@@ -221,18 +248,20 @@ def test_mounted_files_exist_and_match() -> None:
     assert used == {source["uid"]}
 
 
-def test_prometheus_host_and_key_are_accepted() -> None:
+@pytest.mark.parametrize("name", ["chatcache", "gateway-1", "gateway-2"])
+def test_prometheus_host_and_key_are_accepted(name: str) -> None:
     """With Compose's settings, Prometheus's Host header and key give 200; without them 403 and 401."""
-    environment = _compose()["x-environment"]
+    service = _compose()["services"]["chatcache-cpu" if name == "chatcache" else name]
     (job,) = yaml.safe_load((GRAFANA / "prometheus.yml").read_text())["scrape_configs"]
-    host = job["static_configs"][0]["targets"][0]
-    aliases = _compose()["services"]["chatcache-cpu"]["networks"]["default"]["aliases"]
-    assert host.split(":")[0] in {"chatcache", *aliases}
+    host = f"{name}:8000"
+    assert host in job["static_configs"][0]["targets"]
+    assert name.startswith("gateway") or service["networks"]["default"]["aliases"] == [name]
+    allowed = service["environment"]["CHATCACHE_ALLOWED_HOST"].partition("$")[0]
     key = "sk-scrape-12345678"
     with Server(
         ServerConfig(
             host="0.0.0.0",
-            allowed_hosts=(environment["CHATCACHE_ALLOWED_HOST"].split()[0],),
+            allowed_hosts=tuple(allowed.split()),
             api_keys=(key,),
             db=":memory:",
         )

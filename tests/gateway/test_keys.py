@@ -15,11 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from chatcache.auth import new_key
+from chatcache.cli.server import uvicorn_config
 from chatcache.config import ServerConfig
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.auth.principal import SESSION_LIFETIME_S, parse_session, session_cookie_value
@@ -359,6 +361,16 @@ def test_session_cookie_is_secure_and_scoped_behind_a_proxy(tmp_path: Path) -> N
         known = {"authorization": "Bearer sk-given-key", "x-forwarded-proto": "https"}
         cookie = server.request("POST", "/v1/session", headers=known)[1]["set-cookie"]
     assert "; Path=/chat;" in cookie and cookie.endswith("; Secure")
+
+
+def test_session_cookie_is_secure_behind_a_proxy_on_another_machine(tmp_path: Path) -> None:
+    config = ServerConfig(db=str(tmp_path / "c.db"), api_keys=("sk-given-key",))
+    headers = {"authorization": "Bearer sk-given-key", "x-forwarded-proto": "https"}
+    transport = httpx.HTTPTransport(local_address="127.0.0.2")
+    with Server(config, settings=uvicorn_config) as server, httpx.Client(transport=transport, timeout=60) as proxy:
+        server.wait_ready()
+        answer = proxy.post(f"{server.url}/v1/session", headers=headers)
+    assert answer.headers["set-cookie"].endswith("; Secure")
 
 
 def test_session_does_not_extend_itself(keys: Keyed) -> None:
