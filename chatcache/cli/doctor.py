@@ -395,7 +395,7 @@ def check_bus(url: str) -> Iterator[Finding]:
         if refused is not None:
             yield fail(subject, f"the user may not use it: {refused}", "use the user of `chatcache redis-acl FOLDER`")
             return
-        names = sorted(each.decode() for each in workers)
+        names = bus.decode_ids(workers)
         (leases,) = run_commands(url, [("MGET", *map(bus.worker_key, names))]) if names else ([],)
     except StoreUnusableError as error:
         yield fail(subject, error.message, "use the user of `chatcache redis-acl FOLDER`")
@@ -404,7 +404,8 @@ def check_bus(url: str) -> Iterator[Finding]:
         yield fail(subject, f"not reachable: {error.message}", redis_remedy(error) or "start the Redis server of --bus")
         return
     yield ok(subject, "this user may read and write it")
-    yield _check_workers([status for lease in leases if (status := bus.decode_status(lease)) is not None])
+    statuses = (bus.decode_status(name, lease) for name, lease in zip(names, leases, strict=True))
+    yield _check_workers([status for status in statuses if status is not None])
 
 
 def _check_workers(found: Sequence[WorkerStatus]) -> Finding:
