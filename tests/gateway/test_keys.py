@@ -26,6 +26,7 @@ from chatcache.config import ServerConfig
 from chatcache.gateway.auth.keys import ApiKeyCache
 from chatcache.gateway.auth.principal import SESSION_LIFETIME_S, parse_session, session_cookie_value
 from chatcache.gateway.errors import key_revoked_error
+from chatcache.gateway.limits.admission import LoopTurns
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.http import LogStream
 from chatcache.gateway.routes import ROUTES
@@ -243,7 +244,8 @@ def test_revoked_key_ends_its_background_responses(keys: Keyed) -> None:
 async def test_event_stream_sends_no_error_after_its_terminal_event() -> None:
     """The stream may stay open longer: steering results follow the terminal event."""
     log, metrics = ResponseLog("resp_a"), SimpleNamespace(disconnects=SimpleNamespace(inc=lambda: None))
-    gateway: Any = SimpleNamespace(config=ServerConfig(sse_keep_alive_interval_s=0), metrics=metrics)
+    config = ServerConfig(sse_keep_alive_interval_s=0)
+    gateway: Any = SimpleNamespace(config=config, metrics=metrics, loop_turns=LoopTurns())
     stream, sent, never = LogStream(gateway, "me", log.reader(), {}), asyncio.Queue[bytes](), asyncio.Event()
 
     async def send(message: MutableMapping[str, Any]) -> None:
