@@ -255,10 +255,11 @@ class RemoteResponse:
             try:
                 await self.read()
                 failing_since_s = None
-            except (GatewayUnreachableError, StoreUnavailableError) as error:
+            except (GatewayUnreachableError, StoreUnavailableError, NotFoundError) as error:
+                # Not found: another gateway has taken the response over, or soon will.
                 failing_since_s = failing_since_s or time.monotonic()
                 if time.monotonic() - failing_since_s > RETRY_S or await self._has_died():
-                    return error
+                    return _unreachable() if isinstance(error, NotFoundError) else error
                 await asyncio.sleep(_PAUSE_S)
             except ChatcacheError as error:
                 return error

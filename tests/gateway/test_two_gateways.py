@@ -17,7 +17,7 @@ from openai.types.responses import ResponseStreamEvent
 from websockets.sync.client import ClientConnection, connect
 
 from chatcache.conversations.tree import derive_id, new_id
-from chatcache.errors import RateLimitError
+from chatcache.errors import NotFoundError, RateLimitError
 from chatcache.gateway import peers
 from chatcache.gateway.auth.principal import KeyLimits, Principal
 from chatcache.gateway.limits.rate_limits import RateLimiter, RequestCost
@@ -422,6 +422,31 @@ def test_watch_that_begins_again_at_the_start_is_noticed(
     assert received[-1].type == "error" and "cannot be read" in received[-1].message
     monkeypatch.undo()
     owner.post(f"/v1/responses/{response_id}/cancel")
+
+
+@pytest.mark.slow
+def test_stream_continues_when_its_gateway_does_not_have_the_response_for_a_moment(
+    pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was suspended, while another one takes the response over."""
+    owner, other = pair
+    response_id = begin(owner)
+    watch: Any = GatewayPeers._watch
+    refusals = iter(range(3))
+
+    async def refuse_first(self: GatewayPeers, found: Any, command: peers.Watch, sender: str) -> object:
+        if next(refusals, None) is not None:
+            raise NotFoundError("no such response")
+        return await watch(self, found, command, sender)
+
+    with streamed(other, response_id) as events:
+        first = next(events)
+        monkeypatch.setattr(GatewayPeers, "_watch", refuse_first)
+        received = [first, *(next(events) for _ in range(20))]
+        assert next(refusals, None) is None
+        hurry(owner)
+        received += events
+    assert numbers_of(received) == list(range(len(received))) and received[-1].type != "error"
 
 
 @pytest.mark.slow
