@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
@@ -50,7 +51,7 @@ from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.stats import EngineHealth, ModelInfo
 
 POLL_S = 0.1
-SLOW_STORE_S = 2.0  # without its keys, before the operator reads why the server is not ready
+SLOW_STORE_S = 2.0  # a store that has not answered by then is mentioned
 
 Engine = EngineProcess | RemoteEngine
 
@@ -105,18 +106,13 @@ class Banner:
 
     async def wait_for_store(self) -> None:
         """Wait until the stored API keys were read once: until then the server is not ready."""
-        if self._key_cache is None:
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SLOW_STORE_S):
-                while not self._key_cache.is_loaded:  # noqa: ASYNC110 - the key cache has no event for it
-                    await asyncio.sleep(POLL_S)
-                return
         store = "Redis server of --redis" if self._server.redis else "file of --db"
-        self._console.print(
-            f"[bold yellow]Waiting for the {store}, which does not answer; the server is not ready until it does[/]"
-        )
-        while not self._key_cache.is_loaded:  # noqa: ASYNC110
+        begun_s, is_shown = time.monotonic(), False
+        while self._key_cache is not None and not self._key_cache.is_loaded:
+            if not is_shown and time.monotonic() - begun_s >= SLOW_STORE_S:
+                is_shown = True
+                text = f"Waiting for the {store}, which does not answer; the server is not ready until it does"
+                self._console.print(f"[bold yellow]{text}[/]")
             await asyncio.sleep(POLL_S)
 
     def show_ready(self, model_info: ModelInfo, health: EngineHealth) -> None:

@@ -90,7 +90,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 _bodies: msgspec.msgpack.Decoder[list[bytes]] = msgspec.msgpack.Decoder(list[bytes])
 _statuses = msgspec.msgpack.Decoder(WorkerStatus)
-_ID = re.compile(r"[^\ufffd]*\.[0-9a-f]{16}")
+_ID = re.compile(r"[^\ufffd]*\.[0-9a-f]{16}")  # as of `new_id`; U+FFFD stands for bytes that are not UTF-8
 _loads: msgspec.msgpack.Decoder[Loads] = msgspec.msgpack.Decoder(Loads)
 
 
@@ -185,7 +185,7 @@ class Lease:
         self._client = client
         self._key = key
         self.is_acquired = False
-        self.was_answered = True
+        self._was_answered = True
         self._renewed_at = asyncio.get_running_loop().time()
 
     async def renew(self, value: bytes) -> bool:
@@ -206,25 +206,25 @@ class Lease:
                 if isinstance(error, redis.ResponseError):  # of a primary that is cut off from its replicas
                     await close_idle_connections(self._client)
                 raise
-        if is_held is not None and not self.was_answered:
+        if is_held is not None and not self._was_answered:
             log.warning("the bus (--bus) answers again")
-        self.was_answered = is_held is not None
+        self._was_answered = is_held is not None
         if is_held is None:
             return not self.is_acquired or loop.time() - self._renewed_at < LEASE_S
         self.is_acquired, self._renewed_at = True, started_at
         return is_held
 
     def _log_outage(self, error: BaseException) -> None:
-        if not self.was_answered:
+        if not self._was_answered:
             return
         refuses = isinstance(error, redis.AuthenticationError | redis.ResponseError)
         problem = "refuses this process" if refuses else "does not answer"
-        reason = str(error) or f"nothing came within {TIMEOUT_S:g} s"
+        reason = str(error) or f"no answer within {TIMEOUT_S:g} s"
         log.error("the bus (--bus) %s: %s; trying again", problem, reason)
 
     async def wait(self) -> None:
         """Wait until the lease should be renewed again: soon if the server did not answer."""
-        await asyncio.sleep(RENEW_S if self.was_answered else RETRY_S)
+        await asyncio.sleep(RENEW_S if self._was_answered else RETRY_S)
 
     async def give_up(self) -> None:
         """Delete the key, so that others need not wait until it expires."""

@@ -4,7 +4,7 @@ The cost of sending prompt x to worker w is
 
     J(w) = [Q + U(x)] c  +  decode n d o  +  interference n U(x) c  +  eviction E(x) c
 
-    c     seconds per prompt token, as w measured it in its latest steps
+    c     seconds per prompt token of w, from what all workers measured (`update_prices`)
     Q     prompt tokens that w still has to compute for other requests
     U(x)  tokens of x that w is not believed to have in its cache, discounted (below)
     n d o running branches, seconds by which one more branch lengthens a decode step, and steps of the horizon
@@ -235,12 +235,13 @@ class WorkerLoads:
 def update_prices(measured: Sequence[tuple[WorkerLoad, float, float]], elapsed_s: float) -> None:
     """Set the seconds per token and per branch of all workers from what each has measured lately, 0 for nothing yet.
 
-    What equal workers measure differs threefold for seconds, as it depends on the lengths of their latest prompts; it
-    must not send everything to one of them. So each gets the median, times its slowness if that differs enough: a mean
-    (of logarithms) over SLOWNESS_HALF_LIFE_S. Times per branch are too coarse to be compared and share the slowness of
-    the times per token. `elapsed_s`: since the last update.
+    The times of equal workers differ up to threefold, as they depend on the lengths of the latest prompts; this noise
+    must not send all requests to one of them. So each worker gets the median, multiplied by its `slowness` if that is
+    far enough from 1: the ratio of its time per token to the median, a geometric mean over SLOWNESS_HALF_LIFE_S. Times
+    per branch are too coarse for a ratio of their own. `elapsed_s`: since the last update.
     """
-    typical, typical_branch = (_typical([times[number] for _, *times in measured]) for number in (0, 1))
+    typical = _typical([token_s for _, token_s, _ in measured])
+    typical_branch = _typical([branch_s for _, _, branch_s in measured])
     weight = 1 - 0.5 ** (elapsed_s / SLOWNESS_HALF_LIFE_S)
     for load, token_s, _ in measured:
         if token_s > 0:
@@ -337,6 +338,7 @@ class Router:
         return Decision(best.name, min(num_cached, prompt.num_tokens - 1), best_cost, reason)
 
     def _candidates(self, holders: dict[str, WorkerLoad], workers: WorkerLoads) -> Iterable[WorkerLoad]:
+        """Return the holders, and sampled workers, which are added to `holders`; a few workers are all candidates."""
         every, num_samples = workers.all(), self.weights.num_samples
         if len(every) <= num_samples:
             return every
