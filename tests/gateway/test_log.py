@@ -317,7 +317,8 @@ def test_readers_of_a_log_share_the_frames_with_logprobs(has_turns: bool) -> Non
             log.append_copy(source.copy(log.num_frames, log.logprobs.sizes()))
         num_bytes = await asyncio.gather(*reading)
         assert len(set(num_bytes)) == 1 and num_bytes[0] > log_frames.MAX_SHARED_BYTES
-        assert entries.num_encoded == num_deltas
+        # The last reader shares with no other one: it may encode its last segment again.
+        assert num_deltas <= entries.num_encoded <= num_deltas + log_frames.SEGMENT_FRAMES
         assert log.logprobs.num_shared_bytes == 0, "freed with the readers"
 
     run(work())
