@@ -453,7 +453,8 @@ class WorkerHost:
             running.is_aborted = True
         for name in names:
             await self._engine.abort(name)
-        await asyncio.gather(*(running.task for running in aborted if running.task is not None))
+        if tasks := [running.task for running in aborted if running.task is not None]:
+            await asyncio.wait(tasks)  # unlike `gather`, it cancels no request where the caller is cancelled
 
     def _belongs_to(self, request_id: str, gateway: str) -> bool:
         running = self._requests.get(request_id)

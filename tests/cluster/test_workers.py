@@ -195,6 +195,24 @@ async def test_worker_whose_stream_has_a_foreign_entry_begins_anew(server: Redis
         assert only.host.id != before
 
 
+async def test_cancelled_abort_leaves_its_request_to_the_engine(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the lease expires meanwhile; otherwise the same request could not be sent again."""
+    async with worker(server, "a") as only, gateway(server) as engine:
+        await engine.submit(request("r", 100_000))
+        host = only.host
+        with monkeypatch.context() as patch:
+            patch.setattr(host._engine, "abort", lambda _: asyncio.sleep(0))
+            aborting = asyncio.create_task(host._abort({"r"}))
+            await asyncio.sleep(0.1)
+            aborting.cancel()
+            await asyncio.wait([aborting])
+        assert aborting.cancelled() and host.num_requests == 1
+        await host._abort({"r"})
+        assert host.num_requests == 0
+
+
 @pytest.mark.slow
 async def test_bus_that_loses_its_data_three_times_fails_no_request(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
@@ -203,7 +221,7 @@ async def test_bus_that_loses_its_data_three_times_fails_no_request(
     monkeypatch.setattr(remote_engine, "_POLL_S", 0.02)
     monkeypatch.setattr(bus, "RENEW_S", 1.0)
     async with worker(server, "a"), gateway(server) as engine:
-        await engine.submit(request("r", 3000, prompt=(5,)))
+        await engine.submit(request("r", 1000, prompt=(5,)))
         stream = engine.events("r")
         events = [await anext(stream)]
         for _ in range(3):
@@ -212,7 +230,7 @@ async def test_bus_that_loses_its_data_three_times_fails_no_request(
             while engine.num_moved == num_moved:
                 events.append(await asyncio.wait_for(anext(stream), 60))
         events += [event async for event in stream]
-        assert tokens_of(events) == expected_tokens((5,), 3000) and isinstance(events[-1], Finished)
+        assert tokens_of(events) == expected_tokens((5,), 1000) and isinstance(events[-1], Finished)
 
 
 @pytest.mark.slow
