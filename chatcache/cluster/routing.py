@@ -23,7 +23,8 @@ workers share requests that never overlap, and the loss of one worker does not l
 burst is spread before any worker has reported anything. The reservation is returned when the reply ends. Workers report
 the load of the other gateways (`WorkerLoads.update_others`).
 
-**Candidates** are the believed holders and 6 sampled workers: more of them change the simulated figures little.
+**Candidates** are the believed holders and a few sampled workers (`num_samples`): with more, a decision takes longer,
+and the simulated figures change little.
 Without a placement index the worker follows from a hash of the conversation (`WorkerLoads.hash_owner`).
 
 Units: seconds and tokens. Nothing here does input or output.

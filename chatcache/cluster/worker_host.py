@@ -454,7 +454,7 @@ class WorkerHost:
         for name in names:
             await self._engine.abort(name)
         if tasks := [running.task for running in aborted if running.task is not None]:
-            await asyncio.wait(tasks)  # unlike `gather`, it cancels no request where the caller is cancelled
+            await asyncio.wait(tasks)  # unlike `gather`, does not cancel them when it is cancelled
 
     def _belongs_to(self, request_id: str, gateway: str) -> bool:
         running = self._requests.get(request_id)

@@ -198,7 +198,7 @@ async def test_worker_whose_stream_has_a_foreign_entry_begins_anew(server: Redis
 async def test_cancelled_abort_leaves_its_request_to_the_engine(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the lease expires meanwhile; otherwise the same request could not be sent again."""
+    """The lease may expire during an abort. Without its request, the engine would refuse the same one as in use."""
     async with worker(server, "a") as only, gateway(server) as engine:
         await engine.submit(request("r", 100_000))
         host = only.host
