@@ -14,7 +14,9 @@ Asynchronous scheduling plans a step while the previous one is still on the devi
 Which cells step n writes is known at its launch; only the tokens it samples are not. So n+1 can be planned if nothing
 in it depends on those tokens: every branch that n samples is in the decode batch and samples one token, and no start,
 fork, swap or preemption would be planned. Prompts may be computed in both steps, but n must not complete one, as the
-strategy then decides what follows. Otherwise the engine collects step n first, and plans as usual.
+strategy then decides what follows. Nor may only some branches of a request be in the decode batch: the actions after n
+could move another one there, while its last token is computed in n+1. Otherwise the engine collects step n first, and
+plans as usual.
 
 - A branch can end while its next row is on the device. The row then computes cells that are not used. The branch's
   pages can be freed, matched, swapped or allocated again at once, because all later steps execute after that row, and
@@ -160,8 +162,8 @@ class Scheduler:
         if step.drawn or step.scored or step.pooled or step.has_swaps or self._rows.forks or self._is_budget_tight:
             return False
         unbatched = self._decode_batch.unbatched_requests
-        if not self.running or any(r.num_waiting_branches or token_demand(r)[0] for r in unbatched):
-            return False  # a branch waits, or decodes outside the batch
+        if not self.running or any(r.num_waiting_branches or r.num_batched or token_demand(r)[0] for r in unbatched):
+            return False  # a branch waits, decodes outside the batch, or may enter it with its siblings' tokens
         if not self._decode_batch.can_schedule_ahead():
             return False
         can_start = len(self.waiting) and self._decode_batch.num_branches < self.max_num_batched_tokens

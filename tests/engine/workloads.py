@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
+from random import Random
 
 import numpy as np
 
@@ -100,7 +102,7 @@ class Workload:
             scheduling_policy=self.policy,
             strict=True,
         )
-        engine = Engine(runner, MODEL_INFO, config, make_strategy=strategy_for)
+        engine = Engine(runner, MODEL_INFO, config, make_strategy=strategy_for, clock=irregular_clock())
         if (states := engine.scheduler.kv.states) is not None:
             states.interval = self.interval
         if self.rests:
@@ -109,6 +111,12 @@ class Workload:
             speed.record(4, 4, 4.0)
             engine.scheduler._decode_batch._choose_branches = DecodeShares(speed, min_branches=1).choose
         return engine, runner
+
+
+def irregular_clock() -> Callable[[], float]:
+    """Return a clock whose steps differ in length, in the same way in each run: the measured speed changes plans."""
+    rng = Random(0)
+    return accumulate(iter(rng.random, None)).__next__
 
 
 def poison_free_pages(engine: Engine, runner: FakeRunner) -> None:

@@ -280,6 +280,33 @@ def test_a_step_that_computes_part_of_a_prompt_is_followed() -> None:
     ahead.check()
 
 
+@pytest.mark.parametrize("num_tokens", [4, 5, 6, 7])
+def test_the_last_token_of_a_preempted_branch_is_not_computed_ahead_of_its_siblings_actions(num_tokens: int) -> None:
+    """Those actions would move it to the decode batch, to compute that token again."""
+    driver = SchedulerDriver(budget=3, caching=False)
+    request = driver.add([1, 2], max_branches=2)
+    driver.step(audit=False)
+    driver.scheduler.apply(request, [Fork(0, 1, 31), Extend(0, 41)])
+    for token in range(50, 50 + num_tokens):
+        driver.decode(token, audit=False)
+    driver.scheduler.restart_all()
+    step, num_followed = planned(driver), 0
+    for token in range(60, 72):
+        following = None
+        if driver.scheduler.can_schedule_ahead(step):
+            following, num_followed = plan_next(driver, step), num_followed + 1
+        else:
+            driver.scheduler.commit(driver.scheduler.drop_finished_rows(step))
+        branches = [row.branch.id for row in step.drawn] + [branch.id for branch in step.decode_branches]
+        if branches:
+            driver.scheduler.apply(request, [Extend(branch, token) for branch in branches])
+        if following is not None:
+            driver.scheduler.reconcile(step, np.full(len(step.plan.draws.row), token, np.int32))
+        step = following or planned(driver)
+    assert num_followed and [branch.in_decode_batch for branch in request.branches.values()] == [True, True]
+    driver.check()
+
+
 def test_prompt_rows_of_an_ended_request_are_dropped() -> None:
     driver = SchedulerDriver(budget=8)
     (request,) = start_decoding(driver, [1, 2])
