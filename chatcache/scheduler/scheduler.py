@@ -466,14 +466,18 @@ class Scheduler:
         """Abort a failed step and the step launched after it; return the requests that fail.
 
         How much of the steps was executed is unknown. So the requests with rows in them end, and the pages that they
-        computed are unpublished. All other requests are preempted and start again: their pages are intact, but their
-        rows in the runner may lack updates that these steps carried.
+        computed are unpublished. All other requests are preempted and start again: their rows in the runner may lack
+        updates that these steps carried. Their pages are intact, except the targets of page copies, which branches that
+        rested have, too. These are unpublished.
         """
         requests = dict.fromkeys(request for step in steps for request in step.requests())
         failed = [request for request in requests if self._is_running(request)]
         for request in failed:
             self.finish(request, discard=True)
         self.restart_all()
+        for step in steps:
+            for page in step.plan.copies[:, 1].tolist():
+                self.kv.pool.unpublish(page)
         return failed
 
     def restart_all(self) -> None:

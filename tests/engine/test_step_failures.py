@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from chatcache.decoding.strategy import make_strategy
+from chatcache.engine.engine import Engine
+from chatcache.scheduler.request import Branch
 from chatcache.types.actions import Advance, Candidates, DrawSpec, DroppedCandidate, Extend, Release
-from chatcache.types.events import Failed, Finished, Started
+from chatcache.types.events import CandidateDone, EngineEvent, Failed, Finished, Started
 from chatcache.types.plan import StepPlan, StepResult
-from chatcache.types.request import GenerateRequest, SamplingParams
+from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams
 from tests.engine.driver import VOCAB, drain, engine, output, request
 from tests.support.fake_runner import FakeRunner, fake_capacity
 
@@ -69,6 +71,53 @@ def test_requests_without_a_row_continue_after_a_failed_step() -> None:
     reference = engine()
     reference.add(request("b", prompt=tuple(range(30, 50))))
     assert output(events, "b") == output(drain(reference), "b")
+
+
+def test_targets_of_page_copies_in_a_failed_step_are_not_matched() -> None:
+    """Beams that rest have no row in the step that copies their pages, whichever step that is."""
+    beams = request("beams", prompt=tuple(range(1, 8)), params=BeamSearchParams(beam_width=3, max_tokens=12))
+    other = request("other", prompt=tuple(range(20, 26)), params=SamplingParams(max_tokens=20, temperature=0.0))
+    reference = engine(FakeRunner(fake_capacity(page_size=16), VOCAB))
+    reference.add(beams)
+    expected = results(drain(reference))
+    num_copies = 0
+    for failing in range(3, 13):
+        runner = CopyRecorder(fake_capacity(page_size=16), VOCAB)
+        runner.crash_at = failing
+        eng = engine(runner)
+        eng.add(beams)
+        eng.add(other)
+
+        def rest(branches: list[Branch], eng: Engine = eng, failing: int = failing) -> list[int] | None:
+            others = [row for row, branch in enumerate(branches) if branch.request.request_id == "other"]
+            return others if eng.scheduler.num_steps == failing else None
+
+        eng.scheduler._decode_batch._choose_branches = rest
+        events = drain(eng)
+        if not any(isinstance(event, Failed) and event.request_id == "beams" for event in events):
+            assert results(events) == expected
+            num_copies += runner.num_copies
+        eng.add(beams)
+        assert results(drain(eng)) == expected
+    assert num_copies >= 3
+
+
+class CopyRecorder(CrashingRunner):
+    """Counts the page copies of the step that fails."""
+
+    num_copies = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if plan.step == self.crash_at:
+            self.num_copies = len(plan.copies)
+            raise RuntimeError("secret details")
+        return super().execute(plan)
+
+
+def results(events: list[EngineEvent]) -> list[tuple[float, list[int]]]:
+    """Return the score and the tokens of each beam."""
+    ends = [event for event in events if isinstance(event, CandidateDone) and event.request_id == "beams"]
+    return [(event.score, output(events, "beams", event.index)) for event in ends]
 
 
 class MisbehavingStrategy:
