@@ -197,10 +197,19 @@ def measure_limits(num_bytes: int, dtype: str, device: str, matmul_size: int | N
     size = matmul_size or MATMUL_SIZE[device.split(":")[0]]
     return Limits(
         read_bytes_per_s=num_bytes / time_read(num_bytes, device).low_s,
-        matmul_flops_per_s=2 * size**3 / time_matmul(size, getattr(torch, dtype), device).low_s,
+        matmul_flops_per_s=2 * size**3 / time_matmul(size, _matmul_dtype(dtype, device), device).low_s,
         buffer_bytes=num_bytes,
         copy_bytes_per_s=2 * num_bytes / time_copy(num_bytes, device).low_s,
     )
+
+
+def _matmul_dtype(dtype: str, device: str) -> torch.dtype:
+    """Return the type in which a device multiplies numbers of `dtype`: many CPUs have no bf16 products."""
+    if device == "cpu" and dtype == "bfloat16":
+        from chatcache_kernels.cpu.bf16 import has_bf16_products
+
+        return torch.bfloat16 if has_bf16_products() else torch.float32
+    return getattr(torch, dtype)  # type: ignore[no-any-return]
 
 
 def time_read(num_bytes: int, device: str) -> Timing:

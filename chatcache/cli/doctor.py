@@ -151,13 +151,17 @@ def _package_versions() -> Iterator[str]:
 
 
 def _processor() -> Finding:
+    import torch
     from chatcache_kernels.cpu.bf16 import has_amx, has_avx512_bf16
+
+    from chatcache.model.linear import choose_dtype
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = f"{threads} CPU{'s' if threads > 1 else ''}"
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     units = [name for name, has in (("AMX", has_amx()), ("AVX512-BF16", has_avx512_bf16())) if has]
-    kind = f"{cores}, {' and '.join(units)}: bfloat16" if units else f"{cores}, no bfloat16 units: float32"
+    dtype = str(choose_dtype(EngineConfig(), torch.device("cpu"))).removeprefix("torch.")
+    kind = f"{cores}, {' and '.join(units) or 'no bfloat16 units'}: {dtype}"
     if load > threads:
         return warn(
             "Processor",

@@ -211,7 +211,7 @@ Model = Annotated[
 Device = Annotated[Literal["auto", "cpu", "cuda"], _flag("device", "Device of the model; auto: a GPU if there is one.")]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    _flag("dtype", "Data type of weights and KV pages; auto: bfloat16 if the hardware supports it."),
+    _flag("dtype", "Data type of weights and KV pages; auto: bfloat16 on GPUs and CPUs with AVX2, else float32."),
 ]
 AttentionBackend = Annotated[
     Literal["auto", "reference", "cpu", "triton"],

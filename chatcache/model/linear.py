@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from chatcache_kernels.fp8 import Fp8Weight
 from torch import Tensor
 from torch.nn import functional
 
+from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
 from chatcache.model.attention import FP8_CAPABILITY
 from chatcache.model.host_memory import HostArena
@@ -34,6 +36,7 @@ Linear = Callable[[Tensor], Tensor]
 LinearFactory = Callable[[Tensor, Tensor | None], Linear]
 """Makes a layer from a weight [out, in] and an optional bias [out]."""
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZATIONS = ("none", "int8", "fp8")
 FP8_MULTIPLE = 16  # of the numbers of inputs and outputs
 
@@ -246,6 +249,36 @@ def fp8_problem(backend: str, device: torch.device, dtype: torch.dtype, *, deter
     if capability < FP8_CAPABILITY:
         return f"FP8 products need compute capability 8.9, and {device} has {capability[0]}.{capability[1]}"
     return "" if dtype == torch.bfloat16 else f"FP8 products need dtype bfloat16, and it is {dtype}"
+
+
+def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """Return the compute dtype.
+
+    auto is bfloat16 on GPUs and on x86 CPUs with AVX2, where our kernels widen the weights if the CPU has no bf16
+    products: a decode step then reads half as much. It is float32 on other CPUs, and on those without bf16 products
+    where torch or oneDNN would have to multiply: in deterministic mode, and with other attention backends.
+    Raises: ModelFolderError for a type that does not exist, or float16 on a CPU.
+    """
+    name = config.dtype
+    if name == "auto":
+        flags = _cpu_flags() if device.type == "cpu" else set()
+        widens = "avx2" in flags and config.attention_backend in ("auto", "cpu") and not config.deterministic
+        has_products = device.type == "cuda" or not flags.isdisjoint(("avx512_bf16", "amx_bf16"))
+        return torch.bfloat16 if has_products or widens else torch.float32
+    if name not in DTYPES:
+        raise ModelFolderError(f"dtype {name!r} is not supported; choose auto or {', '.join(DTYPES)}")
+    if name == "float16" and device.type == "cpu":
+        raise ModelFolderError("dtype 'float16' needs a GPU; choose auto, float32 or bfloat16")
+    return DTYPES[name]
+
+
+def _cpu_flags() -> set[str]:
+    """Return the extensions of an x86 CPU; empty on other systems and CPUs."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    return set(next((line.split() for line in text.splitlines() if line.startswith("flags")), []))
 
 
 def choose_quantization(name: str, problem: str, *, is_fp8: bool) -> str:

@@ -20,7 +20,8 @@ from torch.nn import functional
 pytestmark = pytest.mark.usefixtures("fresh_random")
 
 
-UNITS = ["floats", *(["pairs"] if has_avx512_bf16() else []), *(["tiles"] if has_amx() else [])]
+PAIRS = ["pairs"] if has_avx512_bf16() else []
+UNITS = ["floats", *PAIRS, *(["tiles"] if has_amx() else [])]
 INT8_UNITS = ["floats", *(["vnni"] if vnni.has_avx512_vnni() else []), *(["tiles"] if has_amx() else [])]
 WAYS = [(torch.float32, "floats"), *((torch.bfloat16, unit) for unit in INT8_UNITS)]
 
@@ -209,7 +210,7 @@ def test_bf16_multiply_of_several_blocks_of_tokens_equals_torch(unit: str) -> No
     assert bool(((got.double() - expected).abs() <= expected.abs() * 2.0**-8 + size * 2.0**-20).all())
 
 
-@pytest.mark.parametrize("unit", UNITS[:2])
+@pytest.mark.parametrize("unit", ["floats", *PAIRS])
 def test_bf16_multiply_does_not_depend_on_other_tokens(unit: str) -> None:
     x, weight, bias = make_bf16_layer(11, 96, 160)
     packed = matmul.pack_weight(weight)
@@ -254,7 +255,7 @@ def test_compact_weights_store_16_neighbouring_exponents_in_12_bits() -> None:
     assert compact_weights(weight[None]).shape == (1, 512 + 5 * SHORT_BYTES + LONG_BYTES)
 
 
-@pytest.mark.parametrize("unit", UNITS[:2])
+@pytest.mark.parametrize("unit", ["floats", *PAIRS])
 @pytest.mark.parametrize("num_tokens", range(1, FEW_TOKENS + 2))
 def test_bf16_multiply_from_a_compact_weight_equals_that_from_panels(unit: str, num_tokens: int) -> None:
     weight, bias = make_mixed_weight(96, 160), torch.randn(96).bfloat16()

@@ -6,9 +6,18 @@ from typing import ClassVar
 
 import pytest
 import torch
+from chatcache_kernels.cpu import bf16
 
 from chatcache.bench import device as device_module
-from chatcache.bench.device import Limits, Roofline, measure_limits, time_with_host, time_without_host, time_work
+from chatcache.bench.device import (
+    Limits,
+    Roofline,
+    Timing,
+    measure_limits,
+    time_with_host,
+    time_without_host,
+    time_work,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +55,24 @@ def test_measure_limits_reads_a_buffer_of_the_given_size() -> None:
     assert limits.buffer_bytes == 3 * 2**20
     assert measure_limits(1, "bfloat16", "cpu").buffer_bytes == device_module.MIN_BUFFER_BYTES
     assert limits.read_bytes_per_s > 0 and limits.matmul_flops_per_s > 0 and limits.copy_bytes_per_s > 0
+
+
+@pytest.mark.parametrize("has_products", [True, False])
+def test_measure_limits_multiplies_bfloat16_as_the_cpu_does(
+    has_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[torch.dtype] = []
+    monkeypatch.setattr(bf16, "has_bf16_products", lambda: has_products)
+    monkeypatch.setattr(device_module, "_time_often", lambda work, device: Timing(1.0, 1.0, 1.0))
+
+    def record(size: int, dtype: torch.dtype, device: str) -> Timing:
+        measured.append(dtype)
+        return Timing(1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(device_module, "time_matmul", record)
+    for dtype in ("bfloat16", "float32"):
+        measure_limits(2**20, dtype, "cpu")
+    assert measured == [torch.bfloat16 if has_products else torch.float32, torch.float32]
 
 
 class SleepingGpu:

@@ -24,7 +24,7 @@ from chatcache.bench.drivers import SHAPES, write_model
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
 from chatcache.model.decoder import Decoder
-from chatcache.model.linear import Int8Linear, PanelLinearFactory, fast_linear, weight_sizes
+from chatcache.model.linear import Int8Linear, PanelLinearFactory, choose_dtype, fast_linear, weight_sizes
 from chatcache.model.loading import loader
 from chatcache.model.loading.loader import (
     DUAL_LAYOUT_MAX_BYTES,
@@ -194,24 +194,56 @@ def test_int8_demo_model_gives_mostly_the_same_text() -> None:
 
 
 @pytest.mark.parametrize(("amx", "pairs"), [(True, True), (False, True), (False, False)])
-def test_choose_module_linear_with_bf16_products_multiplies_from_panels(
+def test_bf16_layers_are_in_the_layouts_that_suit_the_cpu(
     amx: bool, pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The panels are faster than oneDNN at every number of tokens, if the CPU multiplies bf16 numbers."""
+    """Compact copies pay with bf16 products only; without those, oneDNN's layout does not, and panels are enough."""
     monkeypatch.setattr(bf16, "has_amx", lambda: amx)
     monkeypatch.setattr(bf16, "has_avx512_bf16", lambda: pairs)
-    make = choose_module_linear(EngineConfig(), 2**20, torch.bfloat16, torch.device("cpu"))
-    assert isinstance(make, PanelLinearFactory) == (amx or pairs)
-    for choose in (choose_linear, choose_module_linear):
-        for free_bytes, fits in ((2**22, True), (2**22 - 1, False)):
-            monkeypatch.setattr(loader, "free_host_bytes", lambda free_bytes=free_bytes: free_bytes)
-            make = choose(EngineConfig(), 2**20, torch.bfloat16, torch.device("cpu"))
-            assert getattr(make, "has_compact", False) == (fits and (amx or pairs))
+    cpu, has_products = torch.device("cpu"), amx or pairs
+    for free_bytes, fits in ((2**22, True), (2**22 - 1, False)):
+        monkeypatch.setattr(loader, "free_host_bytes", lambda free_bytes=free_bytes: free_bytes)
+        for choose in (choose_linear, choose_module_linear):
+            make = choose(EngineConfig(), 2**20, torch.bfloat16, cpu)
+            assert isinstance(make, PanelLinearFactory) and make.has_panels
+            assert make.has_onednn == (choose is choose_linear and has_products)
+            assert make.has_compact == (fits and has_products)
     monkeypatch.setattr(loader, "free_host_bytes", lambda: 1 << 40)
-    large = choose_linear(EngineConfig(), 16 << 30, torch.bfloat16, torch.device("cpu"))
-    assert getattr(large, "has_compact", False) == (amx or pairs)
-    assert not getattr(large, "has_panels", False)
-    assert choose_module_linear(EngineConfig(), 2**20, torch.float32, torch.device("cpu")) is fast_linear
+    large = choose_linear(EngineConfig(), 16 << 30, torch.bfloat16, cpu)
+    assert isinstance(large, PanelLinearFactory)
+    assert (large.has_compact, large.has_panels) == (has_products, not has_products)
+    assert choose_module_linear(EngineConfig(), 2**20, torch.float32, cpu) is fast_linear
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "dtype"),
+    [
+        ("avx2 avx512f avx512_bf16", {}, torch.bfloat16),
+        ("avx2 avx512_bf16", {"deterministic": True}, torch.bfloat16),
+        ("avx2 amx_bf16", {"attention_backend": "reference"}, torch.bfloat16),
+        ("sse2 avx2", {}, torch.bfloat16),
+        ("sse2 avx2", {"quantization": "int8"}, torch.bfloat16),
+        ("sse2 avx2", {"deterministic": True}, torch.float32),
+        ("sse2 avx2", {"attention_backend": "reference"}, torch.float32),
+        ("sse2", {}, torch.float32),
+        ("", {}, torch.float32),
+        ("", {"dtype": "bfloat16"}, torch.bfloat16),
+    ],
+)
+def test_dtype_is_bfloat16_where_the_cpu_multiplies_or_widens_it_fast(
+    flags: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"processor\t: 0\nflags\t\t: fpu {flags}\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: text if str(self) == "/proc/cpuinfo" else "")
+    assert choose_dtype(EngineConfig(**options), torch.device("cpu")) == dtype
+
+
+def test_dtype_is_float32_where_the_system_does_not_describe_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert choose_dtype(EngineConfig(), torch.device("cpu")) == torch.float32
 
 
 def test_choose_linear_keeps_both_layouts_if_memory_allows(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
@@ -219,6 +251,7 @@ def test_choose_linear_keeps_both_layouts_if_memory_allows(monkeypatch: pytest.M
     assert can_keep_both_layouts(gib, 3 * gib)
     assert not can_keep_both_layouts(gib, 3 * gib - 3)
     assert not can_keep_both_layouts(DUAL_LAYOUT_MAX_BYTES + 1, 1 << 60)  # an 8B model, whatever there is
+    monkeypatch.setattr(bf16, "has_avx512_bf16", lambda: True)
     cpu = torch.device("cpu")
     for free_bytes, expected, words in (
         (9 * gib, PanelLinearFactory, "kept twice"),

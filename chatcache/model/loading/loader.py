@@ -41,6 +41,7 @@ from chatcache.model.linear import (
     LinearFactory,
     PanelLinearFactory,
     check_quantization,
+    choose_dtype,
     choose_quantization,
     fast_linear,
     fp8_problem,
@@ -105,7 +106,6 @@ SWAP_MAX_BYTES = 1024**3
 STATE_SHARE = 0.5  # of the memory for KV pages: the most that states of recurrent layers take
 SNAPSHOTS_PER_SEQ = 3
 MIN_STATES = 3  # the zero state, a live state and a snapshot
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(
@@ -193,7 +193,7 @@ def _load(
     where = folder / "config.json"
     raw, eos, weights = _open_folder(folder, weights)
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
+    dtype = choose_dtype(config, device)
     check_quantization(config.quantization, device)
     backend, kernels = choose_backend(config.attention_backend, device, deterministic=config.deterministic)
     check_kv_cache_dtype(config.kv_cache_dtype, backend, device)
@@ -575,29 +575,6 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the compute dtype.
-
-    auto is bfloat16 on GPUs and on CPUs with avx512_bf16 or AMX, else float32.
-    """
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" or _cpu_has_bf16() else torch.float32
-    if name not in DTYPES:
-        raise ModelFolderError(f"dtype {name!r} is not supported; choose auto or {', '.join(DTYPES)}")
-    if name == "float16" and device.type == "cpu":
-        raise ModelFolderError("dtype 'float16' needs a GPU; choose auto, float32 or bfloat16")
-    return DTYPES[name]
-
-
-def _cpu_has_bf16() -> bool:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
-    return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
 def choose_linear(
     config: EngineConfig, weight_bytes: int, dtype: torch.dtype, device: torch.device, backend: str = "cpu"
 ) -> LinearFactory:
@@ -608,6 +585,10 @@ def choose_linear(
         return TritonLinearFactory() if backend == "triton" else BatchInvariantLinearFactory()
     if device.type != "cpu" or config.attention_backend not in ("auto", "cpu") or dtype != torch.bfloat16:
         return fast_linear
+    from chatcache_kernels.cpu.bf16 import has_bf16_products
+
+    if not has_bf16_products():
+        return PanelLinearFactory()
     free_bytes = free_host_bytes()
     keep_both = can_keep_both_layouts(weight_bytes, free_bytes)
     size = f"{weight_bytes / 2**30:.2f} GiB of weights, {free_bytes / 2**30:.2f} GiB free"
@@ -626,10 +607,6 @@ def choose_module_linear(
         return Int8LinearFactory()
     if device.type != "cpu" or config.attention_backend not in ("auto", "cpu") or dtype != torch.bfloat16:
         return fast_linear
-    from chatcache_kernels.cpu.bf16 import has_amx, has_avx512_bf16
-
-    if not has_amx() and not has_avx512_bf16():
-        return fast_linear
     return PanelLinearFactory(has_compact=can_keep_compact(weight_bytes, free_host_bytes()))
 
 
@@ -638,9 +615,9 @@ def can_keep_compact(weight_bytes: int, free_bytes: int) -> bool:
 
     CPUs without bf16 products take longer to restore the numbers than to read them.
     """
-    from chatcache_kernels.cpu.bf16 import has_amx, has_avx512_bf16
+    from chatcache_kernels.cpu.bf16 import has_bf16_products
 
-    return weight_bytes <= free_bytes * COMPACT_MAX_SHARE and (has_amx() or has_avx512_bf16())
+    return weight_bytes <= free_bytes * COMPACT_MAX_SHARE and has_bf16_products()
 
 
 def can_keep_both_layouts(weight_bytes: int, free_bytes: int) -> bool:

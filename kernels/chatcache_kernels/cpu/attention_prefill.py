@@ -47,6 +47,7 @@ from .bf16 import (
     exp2_approx,
     has_amx,
     has_avx512_bf16,
+    has_bf16_products,
     load_interleaved,
     store_bf16,
     store_bf16_pair,
@@ -551,7 +552,8 @@ def prefill_attention_torch(
     k, v = _gather_pages(
         pages, layer, batch.tables[row, first // pages.page_size : -(-end // pages.page_size)], end - first
     )
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    compute = torch.float32 if q.dtype == torch.bfloat16 and not has_bf16_products() else q.dtype
+    k, v, dtype, q = k.to(compute), v.to(compute), q.dtype, q.to(compute)
     start -= first  # from here on, positions count from the first gathered key
     grouped = q.view(num_tokens, pages.num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).contiguous()
     if softcap is not None:
@@ -564,7 +566,7 @@ def prefill_attention_torch(
             out, lse = _merge_by_lse(out, lse, *_attend_prefix(grouped, k[:, :start], v[:, :start], scale))
     if sinks is not None:
         out = out * torch.sigmoid(lse - sinks.float().view(*lse.shape[:2], 1))[..., None]
-    return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim).to(q.dtype)
+    return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim).to(dtype)
 
 
 def _gather_pages(pages: KVPages, layer: int, table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -227,6 +227,11 @@ def has_amx() -> bool:
     return grant is not None and grant()
 
 
+def has_bf16_products() -> bool:
+    """Return whether the CPU multiplies bf16 numbers as they are; others widen them to float32."""
+    return has_amx() or has_avx512_bf16()
+
+
 def tile_config(num_rows: tuple[int, ...]) -> bytes:
     """Return the 64-byte AMX configuration of tiles with these numbers of rows (of 64 bytes)."""
     columns = b"".join((64).to_bytes(2, "little") for _ in num_rows)

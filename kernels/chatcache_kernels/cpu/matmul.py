@@ -8,6 +8,9 @@ prefetches it was a third of that (Zen 4, one thread, one token). For up to FEW_
 weight is read, if there is one. An item is one panel for up to 32 tokens. Ways to multiply, best first: AMX tiles,
 pairs by AVX512-BF16, pairs widened to float32. In the last two a token's sum does not depend on other tokens.
 
+Without bf16 products, with AVX2, the kernel is as fast as a float32 product of oneDNN at 64 tokens and up (1.0 to 1.2
+times its time), and twice as fast at one token.
+
 Shapes: x [num_tokens, in] bf16, packed [out / 32, in / 32, 16, 2, 16, 2] bf16 -> [num_tokens, out] bf16. 32 must divide
 in and out.
 """
@@ -68,6 +71,7 @@ GROUP_TOKENS = 2 * TILE_ROWS  # tokens of an item
 LINE_BYTES = 64
 SCRATCH_FLOATS = 4 * TILE_BYTES // 4  # per thread
 BLOCK_BYTES, MIN_BLOCK_GROUPS = 1 << 20, 4  # of tokens that stay in a core's cache while all panels are read
+LOOP_ROWS = 4  # tokens whose sums with half a panel fit the registers of AVX2
 
 WEIGHT_JOB, _PACK_WEIGHT = define_job("weight out num_inputs num_outputs")
 MATMUL_JOB, PACK_MATMUL_JOB = define_job("x weight bias out scratch configs num_tokens num_inputs num_outputs compact")
@@ -344,7 +348,8 @@ def dot_tiles(
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        is_native, block = native.literal_value, _Block(builder, native, count, args[2], args[3])
+        is_native, rows = native.literal_value, range(count.literal_value)
+        block = _Block(builder, is_native, rows, range(2), args[2], args[3])
         block.store(args[7], emit_tiles(builder, is_native, args[5], args[4], args[6], block.starts, block.multiply))
         return context.get_dummy_value()
 
@@ -360,44 +365,60 @@ def dot_block(typing: Any, native: Any, count: Any, x: Any, stride: Any, weight:
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        block, wide = _Block(builder, native, count, args[2], args[3]), vector_type(16)
+        is_native, wide = native.literal_value, vector_type(16)
+        for rows, halves in _parts(is_native, count.literal_value):
+            block = _Block(builder, is_native, rows, halves, args[2], args[3])
 
-        def multiply_step(step: Any, totals: list[Any]) -> list[Any]:
-            panel = builder.add(args[4], builder.mul(step, ir.Constant(I64, 2 * PANEL * PANEL)))
+            def multiply_step(step: Any, totals: list[Any], block: _Block = block) -> list[Any]:
+                panel = builder.add(args[4], builder.mul(step, ir.Constant(I64, 2 * PANEL * PANEL)))
 
-            def load_weights(pair: int, half: int) -> Any:
-                return emit_load(builder, wide, panel, 128 * pair + 64 * half)
+                def load_weights(pair: int, half: int) -> Any:
+                    return emit_load(builder, wide, panel, 128 * pair + 64 * half)
 
-            return block.multiply(step, load_weights, totals)
+                return block.multiply(step, load_weights, totals)
 
-        block.store(args[6], emit_loop(builder, args[5], block.starts, multiply_step))
+            block.store(args[6], emit_loop(builder, args[5], block.starts, multiply_step))
         return context.get_dummy_value()
 
     return types.void(native, count, *(types.int64,) * 5), generate
 
 
-class _Block:
-    """Emits the products of a few tokens with the steps of a panel."""
+def _parts(native: bool, count: int) -> list[tuple[range, range]]:
+    """Return the rows and the halves of a panel that are multiplied in one loop: as many as fit 16 registers of AVX2.
 
-    def __init__(self, builder: Any, native: Any, count: Any, x: Any, stride: Any) -> None:
-        self._builder, self._native = builder, native.literal_value
-        self._rows = [builder.add(x, builder.mul(stride, ir.Constant(I64, row))) for row in range(count.literal_value)]
-        self.starts = [emit_constant(16, 0.0)] * (2 * len(self._rows))
+    CPUs with AVX512-BF16 have 32, of twice the size. A panel stays in the cache from loop to loop.
+    """
+    if native or count <= LOOP_ROWS // 2:
+        return [(range(count), range(2))]
+    starts = range(0, count, LOOP_ROWS)
+    return [(range(row, min(row + LOOP_ROWS, count)), range(half, half + 1)) for row in starts for half in range(2)]
+
+
+class _Block:
+    """Emits the products of a few tokens (`rows`) with the steps of a panel, or of a half of it."""
+
+    def __init__(self, builder: Any, native: bool, rows: range, halves: range, x: Any, stride: Any) -> None:
+        self._builder, self._native, self._halves = builder, native, halves
+        self._rows = {row: builder.add(x, builder.mul(stride, ir.Constant(I64, row))) for row in rows}
+        self.starts = [emit_constant(16, 0.0)] * (len(rows) * len(halves))
 
     def multiply(self, step: Any, weights: Callable[[int, int], Any], totals: list[Any]) -> list[Any]:
         """Emit the addition of a step's products to the sums; `weights(pair, half)` emits a register of weights."""
         builder = self._builder
-        inputs = [builder.add(row, builder.mul(step, ir.Constant(I64, 2 * PANEL))) for row in self._rows]
+        inputs = [builder.add(row, builder.mul(step, ir.Constant(I64, 2 * PANEL))) for row in self._rows.values()]
         for pair in range(PANEL // 2):
-            halves = [weights(pair, half) for half in range(2)]
-            for row, place in enumerate(inputs):
+            registers = [weights(pair, half) for half in self._halves]
+            at = 0
+            for place in inputs:
                 numbers = emit_splat(builder, emit_load(builder, F32, place, 4 * pair), 16)
-                for at in (2 * row, 2 * row + 1):
-                    totals[at] = emit_dot_pairs(builder, self._native, totals[at], halves[at % 2], numbers)
+                for register in registers:
+                    totals[at] = emit_dot_pairs(builder, self._native, totals[at], register, numbers)
+                    at += 1
         return totals
 
     def store(self, sums: Any, totals: list[Any]) -> None:
         """Emit the stores of the sums."""
-        for place, total in enumerate(totals):
+        places = [2 * row + half for row in self._rows for half in self._halves]
+        for place, total in zip(places, totals, strict=True):
             target = self._builder.add(sums, ir.Constant(I64, 64 * place))
             self._builder.store(total, self._builder.inttoptr(target, total.type.as_pointer()), align=4)
