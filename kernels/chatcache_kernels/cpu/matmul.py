@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import carray, types
 from torch import Tensor
 
@@ -384,11 +384,11 @@ def dot_block(typing: Any, native: Any, count: Any, x: Any, stride: Any, weight:
 
 
 def _parts(native: bool, count: int) -> list[tuple[range, range]]:
-    """Return the rows and the halves of a panel that are multiplied in one loop: as many as fit 16 registers of AVX2.
+    """Return the rows and the halves of a panel that are multiplied in one loop: as many as fit the registers.
 
-    CPUs with AVX512-BF16 have 32, of twice the size. A panel stays in the cache from loop to loop.
+    AVX2 has half as many as AVX-512, of half the size. A panel stays in the cache from loop to loop.
     """
-    if native or count <= LOOP_ROWS // 2:
+    if native or count <= LOOP_ROWS // 2 or binding.get_host_cpu_features().get("avx512f"):
         return [(range(count), range(2))]
     starts = range(0, count, LOOP_ROWS)
     return [(range(row, min(row + LOOP_ROWS, count)), range(half, half + 1)) for row in starts for half in range(2)]
