@@ -178,7 +178,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def use_int8_in_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiply as on a CPU without AMX and AVX512-VNNI."""
+    """Multiply as on a CPU without AMX and int16 products."""
     monkeypatch.setattr(int8, "choose_unit", lambda dtype: "floats")
 
 

@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from chatcache_kernels.cpu import fused, int8, matmul, vnni
+from chatcache_kernels.cpu import fused, int8, int16, matmul
 from chatcache_kernels.cpu.bf16 import has_amx, has_avx512_bf16
 from chatcache_kernels.cpu.compact import FEW_TOKENS, LONG_BYTES, SHORT_BYTES, compact_weights, restore
 from chatcache_kernels.cpu.int8 import pack_numbers, quantise
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("fresh_random")
 
 PAIRS = ["pairs"] if has_avx512_bf16() else []
 UNITS = ["floats", *PAIRS, *(["tiles"] if has_amx() else [])]
-INT8_UNITS = ["floats", *(["vnni"] if vnni.has_avx512_vnni() else []), *(["tiles"] if has_amx() else [])]
+INT8_UNITS = ["floats", *(["int16"] if int16.has_int16_products() else []), *(["tiles"] if has_amx() else [])]
 WAYS = [(torch.float32, "floats"), *((torch.bfloat16, unit) for unit in INT8_UNITS)]
 
 
@@ -48,7 +48,7 @@ def check_int8_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, unit: st
     kept = numbers.double() * scales.double()[:, None]
     got = int8.multiply(x, pack_numbers(numbers, unit), scales, bias, unit)
     assert got.dtype == x.dtype
-    x = round_to_int16(x) if unit == "vnni" else x
+    x = round_to_int16(x) if unit == "int16" else x
     rounding = 2.0**-8 if got.dtype == torch.bfloat16 else 2.0**-22
     expected = x.double() @ kept.T + (0 if bias is None else bias.double())
     size = x.double().abs() @ kept.abs().T + (0 if bias is None else bias.double().abs())
@@ -113,23 +113,23 @@ def test_int8_multiply_keeps_non_finite_values_in_their_token_and_output(dtype: 
     assert got[[0, 1, 4]][:, others].isfinite().all()
 
 
-@pytest.mark.requires_vnni
-def test_vnni_multiply_is_as_exact_as_bf16_inputs() -> None:
+@pytest.mark.requires_int16
+def test_int16_multiply_is_as_exact_as_bf16_inputs() -> None:
     """Inputs in float64 against those rounded to 16 bits, with an outlier in one group of 512."""
     x, weight, _ = make_int8_layer(33, 96, 1120)
     x[:, 600] = 1e4
     x, (numbers, scales) = x.bfloat16(), quantise(weight)
     kept = numbers.double() * scales.double()[:, None]
-    got = int8.multiply(x, pack_numbers(numbers, "vnni"), scales, None, "vnni").double()
+    got = int8.multiply(x, pack_numbers(numbers, "int16"), scales, None, "int16").double()
     expected, first = x.double() @ kept.T, x[:, :512].double().abs().amax(1, keepdim=True) * kept[:, :512].abs().sum(1)
     second = x[:, 512:].double().abs().amax(1, keepdim=True) * kept[:, 512:].abs().sum(1)
     assert bool(((got - expected).abs() <= expected.abs() * 2**-8 + (first + second) * 2**-16).all())
 
 
-@pytest.mark.requires_vnni
+@pytest.mark.requires_int16
 def test_norm_and_activation_quantise_as_the_separate_kernel() -> None:
     x, weight = torch.randn(7, 192).bfloat16(), torch.rand(96).bfloat16()
-    out, quantised = torch.empty(7, 96).bfloat16(), torch.empty(7, vnni.row_bytes(96), dtype=torch.uint8)
+    out, quantised = torch.empty(7, 96).bfloat16(), torch.empty(7, int16.row_bytes(96), dtype=torch.uint8)
     silu = fused._PACK_ACTIVATION.pack(0, 0, x.data_ptr(), out.data_ptr(), quantised.data_ptr(), 7, 96, 1, 1.0, 0.0)
     rows = x[:, :96].contiguous()
     norm = fused._PACK_NORM.pack(
@@ -141,7 +141,7 @@ def test_norm_and_activation_quantise_as_the_separate_kernel() -> None:
     ):
         launch(job, 2)
         assert torch.equal(out, expected)
-        assert torch.equal(quantised, vnni.quantise_tokens(expected))
+        assert torch.equal(quantised, int16.quantise_tokens(expected))
 
 
 def test_quantise_rounds_to_nearest_code_of_the_row() -> None:

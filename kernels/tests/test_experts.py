@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from chatcache_kernels import cpu, reference, triton
-from chatcache_kernels.cpu import expert_layer, int8, vnni
+from chatcache_kernels.cpu import expert_layer, int8, int16
 from chatcache_kernels.cpu import experts as cpu_experts
 from chatcache_kernels.cpu.bf16 import has_amx
 from chatcache_kernels.cpu.compact import compact_weights
@@ -206,16 +206,16 @@ def test_cpu_experts_take_transposed_weights_and_other_activations() -> None:
 def test_cpu_int8_experts_equal_reference_over_quantised_weights(
     num_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without AVX512-VNNI the kernel widens the codes, for either dtype."""
+    """Without int16 products the kernel widens the codes, for either dtype."""
     layer, (ids, weights) = make_layer(dtype), route(num_tokens, "random")
     kept = [each if each.ndim == 2 else torch.stack([_round_to_int8(one) for one in each]) for each in layer]
     x = torch.randn(num_tokens, WIDTH).to(dtype)
     gate_up, gate_up_bias, down, down_bias = kept
     exact = gate_up.float(), gate_up_bias.float(), down.float(), down_bias.float()
     expected = reference.grouped_experts(x.float(), ids, weights, *pack(reference, exact), reference.silu_mul)
-    for has_vnni in (True, False):
-        if not has_vnni:
-            monkeypatch.setattr(vnni, "has_avx512_vnni", lambda: False)
+    for has_products in (True, False):
+        if not has_products:
+            monkeypatch.setattr(int16, "has_int16_products", lambda: False)
         packed = pack(cpu, layer, is_int8=True)
         assert packed[0].num_bytes < layer[0].nbytes * (0.55 if dtype == torch.bfloat16 else 0.3)
         got = cpu.grouped_experts(x, ids, weights, *packed, cpu.silu_mul)

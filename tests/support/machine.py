@@ -73,10 +73,10 @@ def _has_byte_tables() -> bool:
     return has_avx512_vbmi()
 
 
-def _has_byte_products() -> bool:
-    from chatcache_kernels.cpu.vnni import has_avx512_vnni
+def _has_int16_products() -> bool:
+    from chatcache_kernels.cpu.int16 import has_int16_products
 
-    return has_avx512_vnni()
+    return has_int16_products()
 
 
 def _has_interpreter() -> bool:
@@ -111,7 +111,7 @@ REQUIREMENTS: Mapping[str, Requirement] = {
     "requires_avx512_bf16": Requirement("the CPU has no AVX512-BF16", _has_avx512_bf16),
     "requires_bf16_products": Requirement("oneDNN has no bfloat16 products on the CPU", _has_bf16_products),
     "requires_vbmi": Requirement("the CPU has no AVX512-VBMI", _has_byte_tables),
-    "requires_vnni": Requirement("the CPU has no AVX512-VNNI", _has_byte_products),
+    "requires_int16": Requirement("the CPU has neither AVX512-VNNI nor AVX2", _has_int16_products),
     "traced": Requirement("the system forbids strace", _can_trace),
     "requires_populate": Requirement("the system has no MADV_POPULATE_WRITE", _can_populate),
     "linux": Requirement("the system is not Linux", _is_linux),

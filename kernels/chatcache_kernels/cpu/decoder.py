@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..types import AttentionBatch, HeadNorms, KVPages
-from . import attention_decode, attention_shared, fused, int8, matmul, megakernel, rope, vnni
+from . import attention_decode, attention_shared, fused, int8, int16, matmul, megakernel, rope
 from .attention_decode import MAX_DECODE_QUERIES, decode_fields, register_lanes
 from .attention_shared import shared_fields
 from .launch import Launch
@@ -90,12 +90,12 @@ class DecoderWeights:
         """Return the scratch bytes that a thread needs for the largest matrix product."""
         panels = [self.head, *(x for each in self.layers for x in (each.qkv, each.out, each.gate_up, each.down))]
         widest = max([int8.scratch_bytes(each.num_inputs) for each in panels if each.scales is not None], default=0)
-        return max(4 * matmul.SCRATCH_FLOATS, widest, vnni.SUMS_BYTES)
+        return max(4 * matmul.SCRATCH_FLOATS, widest, int16.SUMS_BYTES)
 
     @property
     def quantises_activations(self) -> bool:
         """Return whether the layers multiply activations quantised to int16."""
-        return self.head.scales is not None and int8.choose_unit(torch.bfloat16) == "vnni"
+        return self.head.scales is not None and int8.choose_unit(torch.bfloat16) == "int16"
 
     def is_supported(self, pages: KVPages) -> bool:
         """Return whether every kernel supports these shapes and dtypes."""
@@ -214,7 +214,7 @@ class MegakernelDecoder:
             width=b.gated.shape[1], rows_per_item=1,
         )  # fmt: skip
         quantise = KernelCalls(
-            vnni.quantise_kernel(), vnni.QUANTISE_JOB, count, x=b.mixed.data_ptr(), out=b.quantised.data_ptr(),
+            int16.quantise_kernel(), int16.QUANTISE_JOB, count, x=b.mixed.data_ptr(), out=b.quantised.data_ptr(),
             num_inputs=b.mixed.shape[1], tokens_per_item=1,
         ) if quantises else None  # fmt: skip
         qkv = self._linear([layer.qkv for layer in layers], b.h, b.qkv)
@@ -271,8 +271,8 @@ class MegakernelDecoder:
         else:
             layers["scales"] = [each.scales.data_ptr() for each in panels if each.scales is not None]
             if self._weights.quantises_activations:
-                launch, layout, x = vnni.multiply_kernel(), vnni.MULTIPLY_JOB, self._buffers.quantised
-                layers["blocks_per_item"] = vnni.BLOCKS_PER_ITEM
+                launch, layout, x = int16.multiply_kernel(), int16.MULTIPLY_JOB, self._buffers.quantised
+                layers["blocks_per_item"] = int16.BLOCKS_PER_ITEM
             else:
                 unit = int8.choose_unit(torch.bfloat16)
                 launch, layout = int8.widening_kernel(torch.bfloat16, unit), int8.INT8_JOB
@@ -350,7 +350,7 @@ class _Buffers:
         widths = (hidden, hidden, hidden, layer.qkv.num_outputs, heads, heads, gates, gates // 2, hidden, heads)
         buffers = [torch.empty(num_tokens, width, dtype=torch.bfloat16) for width in widths]
         buffers += [torch.empty(num_tokens, half) for _ in range(2)]
-        widest = vnni.row_bytes(max(hidden, heads, gates // 2)) if weights.quantises_activations else 0
+        widest = int16.row_bytes(max(hidden, heads, gates // 2)) if weights.quantises_activations else 0
         buffers.append(torch.empty(num_tokens * widest, dtype=torch.uint8))
         buffers.append(torch.empty(torch.get_num_threads() * weights.scratch_bytes, dtype=torch.uint8))
         return cls(*buffers)

@@ -1,6 +1,6 @@
 """Parts of mixture-of-experts layers: one product for the tokens of each expert, all in one launch; routing; sums.
 
-The panels and the ways to multiply are those of `matmul`, `vnni` and `int8`. An item is one panel of 32 outputs of one
+The panels and the ways to multiply are those of `matmul`, `int16` and `int8`. An item is one panel of 32 outputs of one
 expert for a tile of its tokens. Threads take items from one counter, so they get equal work whatever the routing, and a
 weight is read from memory once if its expert has no more tokens than a tile. With one token, only the weights of its
 experts are read. As in those modules, a token's result does not depend on other tokens.
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..experts import Allocate, ExpertWeights, empty, plain_weights
-from . import int8, matmul, vnni
+from . import int8, int16, matmul
 from .bf16 import CONFIG_BYTES, has_amx, has_avx512_bf16, tile_configure, tile_release
 from .int8 import has_avx512_vbmi, quantise
 from .launch import Launch, choose_num_threads, compile_kernel, define_job, helper
@@ -111,7 +111,7 @@ def _keep(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _int8_unit(dtype: torch.dtype) -> str:
-    return "vnni" if dtype == torch.bfloat16 and vnni.has_avx512_vnni() else "floats"
+    return "int16" if dtype == torch.bfloat16 and int16.has_int16_products() else "floats"
 
 
 def plan_pairs(expert_ids: Tensor, num_experts: int, tile_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -291,14 +291,14 @@ def multiply(x: Tensor, tokens: Tensor | None, weights: ExpertWeights, tiles: Te
         return _multiply_plain(rows, weights, tiles)
     dtype = x.dtype
     x = x.contiguous()
-    if weights.form == "vnni":
-        x = vnni.quantise_tokens(x)
+    if weights.form == "int16":
+        x = int16.quantise_tokens(x)
     if tokens is not None:
         x = x.index_select(0, tokens)
     out, threads = torch.empty(len(x), weights.num_outputs, dtype=dtype), torch.get_num_threads()
     each = {
         "panels": PANEL_SCRATCH_BYTES,
-        "vnni": JOB_BYTES + vnni.SUMS_BYTES,
+        "int16": JOB_BYTES + int16.SUMS_BYTES,
         "floats": JOB_BYTES + 2 * PANEL * weights.num_inputs,
     }[weights.form]
     scratch, bias, scales = torch.empty(threads * each, dtype=torch.uint8), weights.bias, weights.scales
@@ -312,8 +312,8 @@ def multiply(x: Tensor, tokens: Tensor | None, weights: ExpertWeights, tiles: Te
     )  # fmt: skip
     if weights.form == "panels":
         kernel = panel_kernel()
-    elif weights.form == "vnni":
-        kernel = _vnni_kernel(has_avx512_bf16())
+    elif weights.form == "int16":
+        kernel = _int16_kernel(has_avx512_bf16())
     else:
         kernel = _row_kernel(has_avx512_vbmi(), KINDS[dtype])
     kernel(job, threads)
@@ -416,10 +416,10 @@ def _panel_kernel(tiled: bool, native: bool) -> Launch:
 
 
 @cache
-def _vnni_kernel(native: bool) -> Launch:
-    """Return the launcher of the int8 kernel for AVX512-VNNI. Its argument record is an EXPERTS_JOB.
+def _int16_kernel(native: bool) -> Launch:
+    """Return the launcher of the int8 kernel with int16 activations. Its argument record is an EXPERTS_JOB.
 
-    `native`: as in `vnni`.
+    `native`: as in `int16`.
     """
 
     def kernel(address: Any) -> None:
@@ -431,7 +431,7 @@ def _vnni_kernel(native: bool) -> Launch:
         while item < tiles[0] * num_panels:
             tile, panel = divmod(item, num_panels)
             _enter_tile(job, mine, tile, 4, 2)
-            vnni.multiply_rows(native, mine, 0, mine.num_tokens, panel, scratch + JOB_BYTES)
+            int16.multiply_rows(native, mine, 0, mine.num_tokens, panel, scratch + JOB_BYTES)
             item = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)

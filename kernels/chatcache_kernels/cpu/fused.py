@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import reference
 from .bf16 import exp2_approx, has_avx512_bf16, reciprocal_approx
+from .int16 import quantise_row
 from .launch import Launch, choose_num_threads, compile_kernel, define_job, helper
 from .simd import (
     BFLOAT16,
@@ -37,7 +38,6 @@ from .simd import (
     store,
     zeros,
 )
-from .vnni import quantise_row
 
 LANES = 16
 
@@ -45,7 +45,7 @@ NORM_JOB, _PACK_NORM = define_job("x residual weight out total quantised num_row
 GATED_NORM_JOB, _PACK_GATED_NORM = define_job("x gate weight out num_rows width heads gate_stride rows_per_item", "eps")
 GATE_JOB, _PACK_GATE = define_job("x gate out num_rows width gate_stride")
 ACTIVATION_JOB, _PACK_ACTIVATION = define_job("gate_up out quantised num_rows width rows_per_item", "slope limit")
-"""`quantised`: address of the rows of `out` quantised for `vnni`; used only by kernels made with `quantise`.
+"""`quantised`: address of the rows of `out` quantised for `int16`; used only by kernels made with `quantise`.
 
 `slope`, `limit`: of CLAMPED_SILU.
 """

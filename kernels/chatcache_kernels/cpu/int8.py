@@ -1,10 +1,10 @@
 """Linear layers with int8 weights and one scale per output.
 
-Half the weight bytes of bf16 are read. Ways to multiply (`unit`), best first: AMX tiles; AVX512-VNNI, which quantises
-activations too (`vnni`); pairs widened to float32 (the only one for float32 activations). In each, the order of a
-token's sum does not depend on other tokens. The first and the last are in this module: weights are packed in panels of
-32 outputs, 32 inputs at a time. A thread widens a panel to bf16, which is exact, into a buffer that fits its core's
-cache, and multiplies it with its tokens from there, so one packed form serves a few or hundreds of tokens.
+Half the weight bytes of bf16 are read. Ways to multiply (`unit`), best first: AMX tiles; products of int16 numbers
+(`int16`), which quantise activations too; pairs widened to float32 (the only one for float32 activations). In each, the
+order of a token's sum does not depend on other tokens. The first and the last are in this module: weights are packed in
+panels of 32 outputs, 32 inputs at a time. A thread widens a panel to bf16, which is exact, into a buffer that fits its
+core's cache, and multiplies it with its tokens from there, so one packed form serves a few or hundreds of tokens.
 
 A code is a sign bit and 7 bits of magnitude; two rows of a tile interleave, eight codes each, as `widen_codes` reads
 them. Every magnitude up to 127 is a bf16 number. With AVX512-VBMI the two bytes of the result are two table look-ups by
@@ -14,7 +14,7 @@ On one core with AMX and 14 GB/s of memory bandwidth, a weight of 576 x 3072 fro
 microseconds for 1, 32 and 64 tokens (bf16 panels: 278, 353 and 484); from the cache, 128, 512 and 2048 tokens ran at
 0.95, 0.85 and 0.78 of oneDNN's bf16 speed. Unpacking the weight for torch was slower up to 1024 tokens.
 
-Shapes: x [num_tokens, in] bf16 or float32, codes [out / 32, in / 32, 2, 512] uint8 (those of `vnni` differ), scales,
+Shapes: x [num_tokens, in] bf16 or float32, codes [out / 32, in / 32, 2, 512] uint8 (those of `int16` differ), scales,
 bias [out] float32 -> [num_tokens, out].
 """
 
@@ -29,7 +29,7 @@ from numba import carray, types
 from torch import Tensor
 from torch.nn import functional
 
-from . import vnni
+from . import int16
 from .bf16 import (
     CONFIG_BYTES,
     TILE_BYTES,
@@ -90,10 +90,10 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def choose_unit(dtype: torch.dtype) -> str:
-    """Return the fastest way to multiply (tiles | vnni | floats) that this CPU has for activations of a dtype."""
+    """Return the fastest way to multiply (tiles | int16 | floats) that this CPU has for activations of a dtype."""
     if dtype != torch.bfloat16:
         return "floats"
-    return "tiles" if has_amx() else "vnni" if vnni.has_avx512_vnni() else "floats"
+    return "tiles" if has_amx() else "int16" if int16.has_int16_products() else "floats"
 
 
 def pack_numbers(numbers: Tensor, unit: str) -> Tensor:
@@ -104,8 +104,8 @@ def pack_numbers(numbers: Tensor, unit: str) -> Tensor:
     rows, columns = (-(-size // PANEL) * PANEL for size in numbers.shape)
     if (rows, columns) != tuple(numbers.shape):
         numbers = functional.pad(numbers, (0, columns - numbers.shape[1], 0, rows - numbers.shape[0]))
-    if unit == "vnni":
-        return vnni.pack_numbers(numbers)
+    if unit == "int16":
+        return int16.pack_numbers(numbers)
     codes = torch.where(numbers < 0, numbers.neg() | -128, numbers).view(torch.uint8)
     # out = (panel, tile, 4 runs of 4), in = (step, 8 row pairs, 2 rows, 2): a row is 16 outputs of 2 inputs
     parts = codes.view(rows // PANEL, 2, 4, 4, columns // PANEL, 8, 2, 2)
@@ -225,7 +225,7 @@ def multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, unit
         scales = functional.pad(scales, (0, padded - num_outputs))
         bias = None if bias is None else functional.pad(bias, (0, padded - num_outputs))
     arguments = x.contiguous(), codes, scales, bias
-    out = vnni.multiply(*arguments) if unit == "vnni" else _multiply_widened(*arguments, unit)
+    out = int16.multiply(*arguments) if unit == "int16" else _multiply_widened(*arguments, unit)
     return out if padded == num_outputs else out[:, :num_outputs].contiguous()
 
 

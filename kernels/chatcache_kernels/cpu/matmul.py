@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import carray, types
 from torch import Tensor
 
@@ -62,6 +62,7 @@ from .simd import (
     pointer,
     prefetch,
     simd_intrinsic,
+    split_panel,
     vector_type,
     zeros,
 )
@@ -71,7 +72,6 @@ GROUP_TOKENS = 2 * TILE_ROWS  # tokens of an item
 LINE_BYTES = 64
 SCRATCH_FLOATS = 4 * TILE_BYTES // 4  # per thread
 BLOCK_BYTES, MIN_BLOCK_GROUPS = 1 << 20, 4  # of tokens that stay in a core's cache while all panels are read
-LOOP_ROWS = 4  # tokens whose sums with half a panel fit the registers of AVX2
 
 WEIGHT_JOB, _PACK_WEIGHT = define_job("weight out num_inputs num_outputs")
 MATMUL_JOB, PACK_MATMUL_JOB = define_job("x weight bias out scratch configs num_tokens num_inputs num_outputs compact")
@@ -366,7 +366,7 @@ def dot_block(typing: Any, native: Any, count: Any, x: Any, stride: Any, weight:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         is_native, wide = native.literal_value, vector_type(16)
-        for rows, halves in _parts(is_native, count.literal_value):
+        for rows, halves in split_panel(count.literal_value):
             block = _Block(builder, is_native, rows, halves, args[2], args[3])
 
             def multiply_step(step: Any, totals: list[Any], block: _Block = block) -> list[Any]:
@@ -381,17 +381,6 @@ def dot_block(typing: Any, native: Any, count: Any, x: Any, stride: Any, weight:
         return context.get_dummy_value()
 
     return types.void(native, count, *(types.int64,) * 5), generate
-
-
-def _parts(native: bool, count: int) -> list[tuple[range, range]]:
-    """Return the rows and the halves of a panel that are multiplied in one loop: as many as fit the registers.
-
-    AVX2 has half as many as AVX-512, of half the size. A panel stays in the cache from loop to loop.
-    """
-    if native or count <= LOOP_ROWS // 2 or binding.get_host_cpu_features().get("avx512f"):
-        return [(range(count), range(2))]
-    starts = range(0, count, LOOP_ROWS)
-    return [(range(row, min(row + LOOP_ROWS, count)), range(half, half + 1)) for row in starts for half in range(2)]
 
 
 class _Block:

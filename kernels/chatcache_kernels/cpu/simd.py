@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
@@ -94,6 +94,17 @@ def emit_loop(builder: Any, count: Any, carried: list[Any], body: Callable[[Any,
     builder.cbranch(builder.icmp_signed("<", end, count), loop, after)
     builder.position_at_end(after)
     return following
+
+
+def split_panel(count: int) -> list[tuple[range, range]]:
+    """Return the rows and the halves of a panel of 32 outputs that a loop multiplies: as many as fit the registers.
+
+    AVX2 has half as many registers as AVX-512, of half the size. A panel stays in the cache from loop to loop.
+    """
+    if count <= 2 or binding.get_host_cpu_features().get("avx512f"):
+        return [(range(count), range(2))]
+    starts = range(0, count, 4)
+    return [(range(row, min(row + 4, count)), range(half, half + 1)) for row in starts for half in range(2)]
 
 
 LOG2E = 1.4426950408889634
