@@ -552,8 +552,10 @@ def prefill_attention_torch(
     k, v = _gather_pages(
         pages, layer, batch.tables[row, first // pages.page_size : -(-end // pages.page_size)], end - first
     )
-    compute = torch.float32 if q.dtype == torch.bfloat16 and not has_bf16_products() else q.dtype
-    k, v, dtype, q = k.to(compute), v.to(compute), q.dtype, q.to(compute)
+    dtype = q.dtype
+    if dtype == torch.bfloat16 and not has_bf16_products():  # torch would take several times as long
+        q = q.float()
+    k, v = k.to(q.dtype), v.to(q.dtype)
     start -= first  # from here on, positions count from the first gathered key
     grouped = q.view(num_tokens, pages.num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).contiguous()
     if softcap is not None:
