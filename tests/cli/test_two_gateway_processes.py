@@ -72,7 +72,7 @@ class Clients:
     def __init__(self, proxy: RoundRobin) -> None:
         self._proxy = proxy
         url, headers = f"http://127.0.0.1:{proxy.port}/v1", {"connection": "close"}
-        self.openai = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60, default_headers=headers)
+        self.openai = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=300, default_headers=headers)
         self.model = self.openai.models.list().data[0].id
         self.openai.models.list()  # an even number of connections
 
