@@ -161,7 +161,7 @@ def _processor() -> Finding:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     units = [name for name, has in (("AMX", has_amx()), ("AVX512-BF16", has_avx512_bf16())) if has]
     dtype = str(choose_dtype(EngineConfig(), torch.device("cpu"))).removeprefix("torch.")
-    kind = f"{cores}, {' and '.join(units) or 'no bfloat16 units'}: {dtype}"
+    kind = f"{cores}, {' and '.join(units) or 'no bfloat16 instructions'}; models run in {dtype}"
     if load > threads:
         return warn(
             "Processor",

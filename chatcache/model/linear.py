@@ -1,7 +1,7 @@
 """Linear layers, y = x W^T + b, with the weight laid out for the machine that runs them.
 
 In 8 bits (`--quantization int8`) a weight has one scale per output; embeddings and norms keep their type. Activations
-keep theirs with AMX and in float32; on other CPUs they are quantised to 16 bits, each 512 with a scale of their own.
+keep theirs with AMX and in float32; with AVX512-VNNI or AVX2 they are quantised to 16 bits, each 512 with a scale.
 Each linear layer, the output head included, is quantised as soon as it is read, so the whole model is never in memory
 in its stored precision. An output head tied to the embeddings gets 8-bit weights of its own. The same packed weight
 serves any number of tokens, and a token's result does not depend on the other tokens, so `deterministic` needs no other
