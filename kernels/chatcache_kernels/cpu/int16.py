@@ -5,7 +5,7 @@ of them with inputs (AVX2: two instructions for 16). Activations are quantised f
 as many as sums of 32 bits can hold, each with its own scale. The error is below 2 ** -16 of the group's largest input,
 which bf16 rounds by 2 ** -9. (int8 activations would need half the instructions, but add an error as large as that of
 the weights.) Sums of a group are exact integers, and groups are added in order, so a token's result does not depend on
-other tokens. With AVX2, one core multiplies 1.6 to 2.5 times as fast as with bf16 weights at 1 to 128 tokens.
+other tokens. With AVX2, one core multiplies 1.4 to 3.0 times as fast as with bf16 weights, at 1 to 128 tokens.
 
 A weight is packed in the order in which it is read: panels of 32 outputs; in a panel 2 inputs at a time. Reading in
 strictly ascending order keeps the hardware prefetcher at 0.9 of the read bandwidth (Zen 4, one thread, one token); with
