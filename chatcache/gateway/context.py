@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -41,6 +42,7 @@ from chatcache.types.stats import EngineHealth
 log = logging.getLogger(__name__)
 
 MAX_PENDING_SAVES = 1000
+REOPEN_S = 8.0  # for a stream to continue on another gateway
 _RETRY_S = 0.5
 
 Save = Callable[[], Awaitable[None]]
@@ -245,15 +247,24 @@ class Gateway:
     async def reopen(self, owner: str, reader: LogReader) -> tuple[LoggedResponse, LogReader]:
         """Return a response from the gateway that has taken it over, and a reader from the same place on.
 
-        Raises: ChatcacheError.
+        Waits up to `REOPEN_S` for a gateway or store that does not answer. Raises: ChatcacheError.
         """
-        found = None
-        if not self.admission.is_closed:
-            found = await self.find_response(owner, reader.response_id, ended=True)
-        if found is None or found.log.failure is not None:
-            raise GatewayUnreachableError("another gateway runs the response now; read it again")
-        await found.catch_up(reader.sent_number)
-        return found, found.log.reader(reader.sent_number, extended=reader.is_extended)
+        error: ChatcacheError = GatewayUnreachableError("another gateway runs the response now; read it again")
+        deadline_s = time.monotonic() + REOPEN_S
+        while not self.admission.is_closed:
+            try:
+                found = await self.find_response(owner, reader.response_id, ended=True)
+                if found is None:
+                    break
+                if found.log.failure is None:
+                    await found.catch_up(reader.sent_number)
+                    return found, found.log.reader(reader.sent_number, extended=reader.is_extended)
+            except (GatewayUnreachableError, StoreUnavailableError) as unanswered:
+                error = unanswered
+            if time.monotonic() > deadline_s:
+                break
+            await asyncio.sleep(_RETRY_S)
+        raise error
 
     async def health(self) -> EngineHealth:
         """Return the engine's health, and cache the limits and names that it contains."""

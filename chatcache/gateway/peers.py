@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0  # a gateway that does not answer for so long counts as unreachable
 WATCH_S = 2.0  # a question for frames is answered after this time, with none
-LOOKUP_S = 1.0
 TAKEOVER_S = 8.0  # a gateway without a lease on the bus is replaced earlier
 RETRY_S = 15.0  # a response is given up if its gateway does not answer for so long
 IDLE_S = 30.0  # a copy without use is dropped
@@ -529,16 +528,21 @@ class GatewayPeers:
         return run.logged
 
     async def _find_log(self, owner: str, response_id: str) -> str | None:
-        """Return a gateway that has the log of a response which has ended."""
+        """Return a gateway that has the log of a response which has ended; None if none has it.
+
+        Raises: GatewayUnreachableError if one that may have it does not answer.
+        """
         async with self._answers() as (number, answers):
             question = Question(number, self._channel.name, owner, response_id, Find())
             num_others = await self._channel.send(None, msgspec.msgpack.encode(question)) - 1
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOKUP_S):
+            try:
+                async with asyncio.timeout(ANSWER_S):
                     for _ in range(num_others):
                         answer: Answer = await answers.get()
                         if answer.error is None and msgspec.msgpack.decode(answer.result, type=bool):
                             return answer.sender
+            except TimeoutError:
+                raise _unreachable() from None
         return None
 
     def _on_subscribe(self) -> None:

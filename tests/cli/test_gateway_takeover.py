@@ -27,6 +27,7 @@ MIN_EVENTS = 20
 NUM_KILLS = 50
 TIMEOUT_S = 300.0
 TAKEOVER_TIMEOUT_S = 60.0
+SUSPENDED_S = 7.0
 BODY: dict[str, Any] = {"background": True, "stream": True, "ignore_eos": True, "seed": 1, "input": "Tell me a lot"}
 LOGPROBS = "message.output_text.logprobs"
 
@@ -415,6 +416,26 @@ def test_suspended_gateway_sends_and_stores_nothing_of_its_own(
 ) -> None:
     with gateways(GatewayOnly, long_folder, tmp_path, bus[0]) as both:
         check_suspended_gateways(both, num_stops, suspended_s)
+
+
+@pytest.mark.slow
+def test_stream_waits_for_a_gateway_that_does_not_answer_for_a_while(
+    bus: tuple[RedisServer, Worker], long_folder: Path, tmp_path: Path
+) -> None:
+    """The gateway that has ended the response is suspended when the one with the stream looks for it."""
+    with gateways(GatewayOnly, long_folder, tmp_path, bus[0]) as both:
+        stream = Stream(both, {"max_output_tokens": 600})
+        assert stream.id
+        both.processes[0].signal(signal.SIGSTOP)
+        try:
+            whole = read_stream(both.second, stream.id)
+            both.processes[1].signal(signal.SIGSTOP)
+        finally:
+            both.processes[0].signal(signal.SIGCONT)
+        time.sleep(SUSPENDED_S)
+        both.processes[1].signal(signal.SIGCONT)
+        stream.join()
+        assert stream.seen == whole
 
 
 @pytest.mark.slow
