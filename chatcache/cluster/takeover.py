@@ -171,7 +171,12 @@ class GatewayRecords:
             return missing, taken
 
         missing, taken = await bus.retry(move) if old else (set(), set())
-        lost = taken | {name for name in missing - taken if owns is None or not await owns(name)}
+        owned: set[str] = set()
+        if owns is not None:
+            asked = list(missing - taken)
+            answers = await asyncio.gather(*map(owns, asked))
+            owned = {name for name, is_own in zip(asked, answers, strict=True) if is_own}
+        lost = missing - owned
         self.names -= lost
         self.are_uncertain = bool(old)  # those that Redis has lost are stored again
         self.gateway = gateway

@@ -41,6 +41,7 @@ ANSWER_S = 5.0  # a gateway that does not answer for so long counts as unreachab
 WATCH_S = 2.0  # a question for frames is answered after this time, with none
 TAKEOVER_S = 8.0  # a gateway without a lease on the bus is replaced earlier
 RETRY_S = 15.0  # a response is given up if its gateway does not answer for so long
+OWN_S = 3.0  # less than a lease on the bus, which is not renewed meanwhile
 IDLE_S = 30.0  # a copy without use is dropped
 MAX_COPIES_BYTES = 16 * 1024 * 1024  # of logs that have ended
 _PAUSE_S = 0.2
@@ -359,10 +360,17 @@ class GatewayPeers:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def runs_here(self, response_id: str) -> bool:
-        """Return whether the store names this gateway as the one that runs a response; True if it does not answer."""
-        with contextlib.suppress(StoreUnavailableError):
-            return await self.find_runner(response_id) == self._channel.name
-        return True
+        """Return whether the store names this gateway as the one that runs a response.
+
+        Waits up to `OWN_S` for the store, which seems not to answer when this process was suspended; then True.
+        """
+        deadline_s = time.monotonic() + OWN_S
+        while True:
+            with contextlib.suppress(StoreUnavailableError):
+                return await self.find_runner(response_id) == self._channel.name
+            if time.monotonic() > deadline_s:
+                return True
+            await asyncio.sleep(_PAUSE_S)
 
     async def find(self, owner: str, response_id: str, *, ended: bool = False) -> LoggedResponse | None:
         """Return a response of this owner that runs on another gateway, with a copy of its log; None if none does.

@@ -216,7 +216,7 @@ class RedisStore:
             if max_items is not None and num_items + len(items) > max_items:
                 raise ConversationFullError(num_items, len(items), max_items)
             await require_free(pipe, owner, claim)
-            await self._heartbeats.require_own(pipe, turn)
+            await self._heartbeats.require_own(pipe, conversation_id, turn)
             await require_parents(pipe, conversation_id, items)
             if active_leaf is not None and active_leaf not in {item.id for item in items}:
                 await require_items(pipe, conversation_id, [active_leaf], "active_leaf")

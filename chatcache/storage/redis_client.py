@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import redis
 
 from chatcache.conversations.store import StoreUnavailableError, StoreUnusableError
-from chatcache.conversations.tree import IN_PROGRESS, ResponseElsewhereError, Turn
+from chatcache.conversations.tree import DELETED, IN_PROGRESS, ResponseElsewhereError, Turn
 from chatcache.redis_urls import (
     close_idle_connections,
     num_waited_replicas,
@@ -39,6 +39,8 @@ from chatcache.storage.redis_layout import (
     checkpoint_key,
     gateway_channel,
     head_key,
+    turns_key,
+    unpack_turn,
 )
 
 log = logging.getLogger(__name__)
@@ -384,12 +386,22 @@ class GatewayHeartbeats:
             self._own_responses.discard(response_id)
             self._given_up[response_id] = time.monotonic()
 
-    async def require_own(self, pipe: Pipe, turn: Turn | None) -> None:
-        """Check that no other process has taken a response over. Raises: ResponseElsewhereError."""
-        if turn is not None and turn.status != IN_PROGRESS:
-            entry: bytes | None = await pipe.hget(RUNNING_KEY, turn.id)
-            if entry is not None and RunningEntry.decode(entry).process != self._process:
-                raise ResponseElsewhereError(turn.id, "end", "response_id")
+    async def require_own(self, pipe: Pipe, conversation_id: str, turn: Turn | None) -> None:
+        """Check that no other process has taken a response over, which may have ended or been deleted there since.
+
+        Raises: ResponseElsewhereError.
+        """
+        if turn is None or turn.status == IN_PROGRESS:
+            return
+        entry: bytes | None = await pipe.hget(RUNNING_KEY, turn.id)
+        if entry is not None:
+            is_elsewhere = RunningEntry.decode(entry).process != self._process
+        else:
+            stored = await pipe.hget(turns_key(conversation_id), turn.id)
+            ended = unpack_turn(stored) if stored is not None else turn
+            is_elsewhere = ended.usage is not None or ended.status == DELETED  # an interrupted one has no usage
+        if is_elsewhere:
+            raise ResponseElsewhereError(turn.id, "end", "response_id")
 
     def start(self) -> None:
         """Start renewing the lease, unless started."""

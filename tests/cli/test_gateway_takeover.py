@@ -78,6 +78,29 @@ from chatcache.cli.main import main
 run.LiveResponse.abandon = lambda self: None
 sys.exit(main())
 """
+_SILENT_STORE = """
+import sys
+from chatcache.cli.main import main
+from chatcache.conversations.store import StoreUnavailableError
+from chatcache.gateway.peers import GatewayPeers
+
+runs_here = GatewayPeers.runs_here
+
+async def ask_later(self, response_id):
+    errors, find_runner = [StoreUnavailableError("planted")] * 5, self.find_runner
+    async def find(response_id):
+        if errors:
+            raise errors.pop()
+        return await find_runner(response_id)
+    self.find_runner = find
+    try:
+        return await runs_here(self, response_id)
+    finally:
+        self.find_runner = find_runner
+
+GatewayPeers.runs_here = ask_later
+sys.exit(main())
+"""
 
 
 class PatchedGateway(GatewayOnly):
@@ -105,6 +128,12 @@ class GatewayWithClockedBatches(PatchedGateway):
     """Injected bug: the clock decides which tokens form a delta."""
 
     program = _CLOCKED_BATCHES
+
+
+class GatewayWithSilentStore(PatchedGateway):
+    """The store does not answer it in the first second after it was suspended."""
+
+    program = _SILENT_STORE
 
 
 class GatewayThatGoesOn(PatchedGateway):
@@ -410,11 +439,17 @@ def check_suspended_gateways(both: Gateways, num_stops: int, suspended_s: float)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [GatewayOnly, GatewayWithSilentStore])
 @pytest.mark.parametrize(("num_stops", "suspended_s"), [(1, 0.0), pytest.param(20, 15.0, marks=pytest.mark.long)])
 def test_suspended_gateway_sends_and_stores_nothing_of_its_own(
-    num_stops: int, suspended_s: float, bus: tuple[RedisServer, Worker], long_folder: Path, tmp_path: Path
+    kind: type[GatewayOnly],
+    num_stops: int,
+    suspended_s: float,
+    bus: tuple[RedisServer, Worker],
+    long_folder: Path,
+    tmp_path: Path,
 ) -> None:
-    with gateways(GatewayOnly, long_folder, tmp_path, bus[0]) as both:
+    with gateways(kind, long_folder, tmp_path, bus[0]) as both:
         check_suspended_gateways(both, num_stops, suspended_s)
 
 

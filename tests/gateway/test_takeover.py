@@ -9,6 +9,7 @@ import pytest
 from chatcache.conversations.store import StoreUnavailableError
 from chatcache.conversations.tree import Turn
 from chatcache.errors import NotFoundError
+from chatcache.gateway import peers
 from chatcache.gateway.auth.principal import OPEN_SERVER_PRINCIPAL
 from chatcache.gateway.responses import takeover
 from chatcache.gateway.responses.registry import ResponseRegistry
@@ -74,3 +75,32 @@ async def test_takeover_that_fails_gives_the_response_up(monkeypatch: pytest.Mon
     assert not await take_over(monkeypatch, gateway, [error])
     assert gateway.given_up == ["resp"]
     await gateway.responses.wait_restored("resp")  # readers do not wait
+
+
+class Channel:
+    """A store that names the gateway `other` as the one that runs every response, after `num_errors` errors."""
+
+    name = "here"
+    take_over = give_up = leave_responses = None
+
+    def __init__(self, num_errors: int) -> None:
+        self.num_errors = num_errors
+
+    async def find_runner(self, _: str) -> str:
+        self.num_errors -= 1
+        if self.num_errors >= 0:
+            raise StoreUnavailableError("planted")
+        return "other"
+
+
+async def runs_here(channel: Channel) -> bool:
+    parts: Any = (channel, ResponseRegistry(), None, None, None, None)
+    return await peers.GatewayPeers(*parts).runs_here("resp")
+
+
+async def test_gateway_waits_for_the_store_before_it_continues_a_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_PAUSE_S", 0.001)
+    channel = Channel(3)
+    assert not await runs_here(channel) and channel.num_errors == -1
+    monkeypatch.setattr(peers, "OWN_S", 0.01)
+    assert await runs_here(Channel(10**6)), "it has no record, and the store does not say whose the response is"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,11 +17,15 @@ from chatcache.cli.redis_acl import PERMISSIONS
 from chatcache.conversations.store import Claim, StoreUnavailableError, StoreUnusableError
 from chatcache.conversations.tree import (
     COMPLETED,
+    DELETED,
+    FAILED,
     IN_PROGRESS,
     INCOMPLETE,
     Conversation,
     Item,
+    ResponseElsewhereError,
     Turn,
+    Usage,
     plan_message_deletion,
 )
 from chatcache.storage import redis_layout
@@ -31,6 +36,7 @@ from tests.gateway.documents import DOCS
 from tests.support.redis_servers import RedisServer, answers, until
 
 HEAD = Conversation("conv", "me", 1.0, 1.0)
+ENDED = Turn("resp", "", "m", 1.0, status=COMPLETED, usage=Usage(1, 0, 1))
 
 
 async def test_dead_gateway_leaves_its_responses_incomplete_and_others_running(empty_redis: RedisServer) -> None:
@@ -91,6 +97,22 @@ async def test_takeover_by_a_gateway_that_was_suspended_meanwhile_is_refused(emp
     assert await first.channel.find_runner("resp") == last.channel.name
     assert await last.channel.take_over("conv", "resp", 2), "the answer was lost"
     for store in (first, suspended, last):
+        await store.close()
+
+
+@pytest.mark.parametrize("ended", [ENDED, replace(ENDED, status=DELETED, usage=None)])
+async def test_result_of_a_gateway_that_was_suspended_until_another_one_ended_its_response_is_refused(
+    empty_redis: RedisServer, ended: Turn
+) -> None:
+    suspended, other = (RedisStore(empty_redis.url) for _ in range(2))
+    await suspended.create(HEAD, turn=Turn("resp", "", "m", 1.0))
+    assert await other.channel.take_over("conv", "resp", 1)
+    await other.append("me", "conv", [], ended)
+    for late in (replace(ENDED, status=FAILED, usage=None), replace(ENDED, model="late")):
+        with pytest.raises(ResponseElsewhereError):
+            await suspended.append("me", "conv", [], late)
+    assert (await other.load("me", "conv")).turns["resp"] == ended
+    for store in (suspended, other):
         await store.close()
 
 
