@@ -87,7 +87,7 @@ from chatcache.gateway.peers import GatewayPeers
 runs_here = GatewayPeers.runs_here
 
 async def ask_later(self, response_id):
-    errors, find_runner = [StoreUnavailableError("planted")] * 5, self.find_runner
+    errors, find_runner = [StoreUnavailableError("planted")] * 2, self.find_runner
     async def find(response_id):
         if errors:
             raise errors.pop()
@@ -131,7 +131,7 @@ class GatewayWithClockedBatches(PatchedGateway):
 
 
 class GatewayWithSilentStore(PatchedGateway):
-    """The store does not answer it in the first second after it was suspended."""
+    """The store does not answer its first questions after it was suspended."""
 
     program = _SILENT_STORE
 
