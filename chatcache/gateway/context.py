@@ -42,7 +42,7 @@ from chatcache.types.stats import EngineHealth
 log = logging.getLogger(__name__)
 
 MAX_PENDING_SAVES = 1000
-REOPEN_S = 8.0  # for a stream to continue on another gateway
+REOPEN_S = 8.0  # for a stream to begin or continue while another gateway does not answer
 _RETRY_S = 0.5
 
 Save = Callable[[], Awaitable[None]]
@@ -244,27 +244,42 @@ class Gateway:
             found = await self.peers.find(owner, response_id, ended=ended)
         return found
 
+    async def find_caught_up(
+        self, owner: str, response_id: str, after: int, *, waits_for_store: bool = False
+    ) -> LoggedResponse | None:
+        """Return a running or recently ended response of any gateway, with all events that a client may have.
+
+        `after`: number of the last one that the client has. Waits up to `REOPEN_S` for the gateway that has the
+        response, or takes it over; `waits_for_store`: also for the store. None if no gateway has it.
+
+        Raises: GatewayUnreachableError, StoreUnavailableError.
+        """
+        deadline_s = time.monotonic() + REOPEN_S
+        while True:
+            try:
+                found = await self.find_response(owner, response_id, ended=True)
+                if found is not None and found.log.failure is not None:
+                    raise GatewayUnreachableError("another gateway runs the response now; read it again")
+                if found is not None:
+                    await found.catch_up(after)
+                return found
+            except (GatewayUnreachableError, StoreUnavailableError) as error:
+                is_awaited = waits_for_store or isinstance(error, GatewayUnreachableError)
+                if not is_awaited or self.admission.is_closed or time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(_RETRY_S)
+
     async def reopen(self, owner: str, reader: LogReader) -> tuple[LoggedResponse, LogReader]:
         """Return a response from the gateway that has taken it over, and a reader from the same place on.
 
-        Waits up to `REOPEN_S` for a gateway or store that does not answer. Raises: ChatcacheError.
+        Raises: ChatcacheError.
         """
-        error: ChatcacheError = GatewayUnreachableError("another gateway runs the response now; read it again")
-        deadline_s = time.monotonic() + REOPEN_S
-        while not self.admission.is_closed:
-            try:
-                found = await self.find_response(owner, reader.response_id, ended=True)
-                if found is None:
-                    break
-                if found.log.failure is None:
-                    await found.catch_up(reader.sent_number)
-                    return found, found.log.reader(reader.sent_number, extended=reader.is_extended)
-            except (GatewayUnreachableError, StoreUnavailableError) as unanswered:
-                error = unanswered
-            if time.monotonic() > deadline_s:
-                break
-            await asyncio.sleep(_RETRY_S)
-        raise error
+        found, after = None, reader.sent_number
+        if not self.admission.is_closed:
+            found = await self.find_caught_up(owner, reader.response_id, after, waits_for_store=True)
+        if found is None:
+            raise GatewayUnreachableError("another gateway runs the response now; read it again")
+        return found, found.log.reader(after, extended=reader.is_extended)
 
     async def health(self) -> EngineHealth:
         """Return the engine's health, and cache the limits and names that it contains."""

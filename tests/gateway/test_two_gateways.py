@@ -18,7 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from chatcache.conversations.tree import derive_id, new_id
 from chatcache.errors import NotFoundError, RateLimitError
-from chatcache.gateway import peers
+from chatcache.gateway import context, peers
 from chatcache.gateway.auth.principal import KeyLimits, Principal
 from chatcache.gateway.limits.rate_limits import RateLimiter, RequestCost
 from chatcache.gateway.peers import Cancel, GatewayPeers, RemoteResponse
@@ -217,20 +217,26 @@ def test_retrieve_through_the_other_gateway_after_the_end_returns_the_ended_resp
 
 
 @pytest.mark.slow
-def test_stream_after_a_later_event_than_the_copy_has_is_a_503_while_the_owner_does_not_answer(
+def test_stream_after_a_later_event_than_the_copy_has_waits_for_the_owner_and_is_a_503_in_the_end(
     pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The response may have the event: a client that receives a 503 tries again."""
     owner, other = pair
     response_id = begin(owner)
     path = f"/v1/responses/{response_id}"
-    with lagging_copy(other, response_id) as copy:
+    with ThreadPoolExecutor(1) as pool, lagging_copy(other, response_id) as copy:
         number = read_beyond(owner, response_id, copy)
         monkeypatch.setattr(peers, "ANSWER_S", 0.2)
+        monkeypatch.setattr(context, "REOPEN_S", 0.0)
         refused = other.request("GET", f"{path}?stream=true&starting_after={number}")
         assert (refused[0], refused[2]["error"]["code"]) == (503, "gateway_unreachable")
         assert other.request("GET", path)[2]["status"] == "in_progress", "the stored state"
-    owner.post(f"{path}/cancel")
+        monkeypatch.setattr(context, "REOPEN_S", 60.0)
+        resumed = pool.submit(all_events, other, response_id, number)
+        time.sleep(0.5)
+        assert copy.last_number < number and not resumed.done()
+    hurry(owner)
+    assert next(iter(resumed.result())).sequence_number == number + 1
 
 
 @pytest.mark.slow

@@ -370,10 +370,9 @@ async def _current_response(request: Request) -> Response:
 
 async def _resume_stream(request: Request, after: int) -> Response:
     gateway, owner, response_id = gateway_of(request), owner_of(request), request.path_params["id"]
-    logged = await gateway.find_response(owner, response_id, ended=True)
+    logged = await gateway.find_caught_up(owner, response_id, after)
     if logged is None:
         raise no_stream_error(await load_response_tree(store_of(request), owner, response_id), response_id)
-    await logged.catch_up(after)
     reader = logged.log.reader(after)
     gateway.metrics.resumed.labels(transport="sse").inc()
     return LogStream(gateway, owner, reader, {})

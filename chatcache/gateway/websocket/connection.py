@@ -27,7 +27,7 @@ from chatcache.gateway.errors import INTERNAL_ERROR
 from chatcache.gateway.limits.rate_limits import SECOND_NS, RequestCost, TokenBucket
 from chatcache.gateway.middleware import parse_json
 from chatcache.gateway.responses.create import build_turn_request, parse_response_tools, resolve_references
-from chatcache.gateway.responses.registry import LoggedResponse, Run
+from chatcache.gateway.responses.registry import Run
 from chatcache.gateway.responses.run import dropped_fields
 from chatcache.gateway.responses.steering import (
     SteerRefusedError,
@@ -350,18 +350,11 @@ class Connection:
 
     async def _running(self, response_id: str) -> Run:
         """Return a running response, of this gateway or another. Raises: NotFoundError, GatewayUnreachableError."""
-        run = (await self._find(response_id)).run
+        found = await self._gateway.find_response(self._owner, response_id)
+        run = (found or self._gateway.responses.get(self._owner, response_id)).run
         if run is None:
             raise NotFoundError(f"response {response_id!r} has ended", param="response_id")
         return run
-
-    async def _find(self, response_id: str, *, ended: bool = False) -> LoggedResponse:
-        """Return a running or recently ended response; `ended`: also one that ended on another gateway.
-
-        Raises: NotFoundError, GatewayUnreachableError.
-        """
-        found = await self._gateway.find_response(self._owner, response_id, ended=ended)
-        return found if found is not None else self._gateway.responses.get(self._owner, response_id)
 
     def _start_cancel(self, run: Run, reason: str = "") -> None:
         if run.id not in self._cancelling:
@@ -442,9 +435,9 @@ class Connection:
 
     async def _resume(self, body: Body) -> None:
         fields = parse_fields(body, ResumeFields)
-        logged = await self._find(fields.response_id, ended=True)
         after = fields.starting_after if fields.starting_after is not None else -1
-        await logged.catch_up(after)
+        logged = await self._gateway.find_caught_up(self._owner, fields.response_id, after)
+        logged = logged or self._gateway.responses.get(self._owner, fields.response_id)
         self._streams.resume(logged, after, fields.stream_id)
         self._gateway.metrics.resumed.labels(transport="ws").inc()
 
