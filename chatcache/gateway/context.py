@@ -19,6 +19,7 @@ from chatcache.conversations.prompt import PromptLimits, SharedSystemPrompts
 from chatcache.conversations.prompt_history import PromptHistory
 from chatcache.conversations.replies.service import ChatService
 from chatcache.conversations.store import ConversationStore, StoreUnavailableError
+from chatcache.conversations.tree import ResponseElsewhereError
 from chatcache.conversations.turns import ConversationPrompts, TurnService
 from chatcache.engine.protocols import EngineClient, RequestRecorder
 from chatcache.errors import ChatcacheError, NotFoundError, OverloadedError, UnsupportedParameterError
@@ -29,7 +30,7 @@ from chatcache.gateway.limits.admission import AdmissionController, LoopTurns, S
 from chatcache.gateway.limits.rate_limits import RateLimiter
 from chatcache.gateway.mcp.servers import McpServers
 from chatcache.gateway.metrics import Metrics
-from chatcache.gateway.peers import GatewayPeers, GatewayUnreachableError
+from chatcache.gateway.peers import GatewayPeers, GatewayUnreachableError, LogUnreachableError
 from chatcache.gateway.responses.event_log import LogReader
 from chatcache.gateway.responses.registry import LoggedResponse, ResponseRegistry
 from chatcache.gateway.websocket.notifications import ConversationHub
@@ -119,6 +120,8 @@ class PendingSaves:
                     raise
                 except NotFoundError:
                     log.info("%s: its conversation was deleted before it could be saved", response_id)
+                except ResponseElsewhereError:
+                    log.info("%s: another gateway has ended it", response_id)
                 except Exception:
                     log.exception("%s could not be saved", response_id)
                 self._pending.pop(response_id, None)
@@ -236,7 +239,8 @@ class Gateway:
     async def find_response(self, owner: str, response_id: str, *, ended: bool = False) -> LoggedResponse | None:
         """Return a response that runs or recently ended here, or that runs on another gateway.
 
-        `ended`: also one that recently ended on another gateway. Raises: GatewayUnreachableError.
+        `ended`: also one that recently ended on another gateway. Raises: GatewayUnreachableError,
+        StoreUnavailableError.
         """
         await self.responses.wait_restored(response_id)
         found = self.responses.find(owner, response_id)
@@ -245,12 +249,13 @@ class Gateway:
         return found
 
     async def find_caught_up(
-        self, owner: str, response_id: str, after: int, *, waits_for_store: bool = False
+        self, owner: str, response_id: str, after: int = -1, *, is_read: bool = False
     ) -> LoggedResponse | None:
         """Return a running or recently ended response of any gateway, with all events that a client may have.
 
-        `after`: number of the last one that the client has. Waits up to `REOPEN_S` for the gateway that has the
-        response, or takes it over; `waits_for_store`: also for the store. None if no gateway has it.
+        `after`: number of the last one that the client has. Tries again for `REOPEN_S` while the gateway that runs the
+        response does not answer; `is_read`, for a stream that has begun: also while the store does not, or a gateway
+        that may have the events of a response that has ended. None if no gateway has them.
 
         Raises: GatewayUnreachableError, StoreUnavailableError.
         """
@@ -264,7 +269,9 @@ class Gateway:
                     await found.catch_up(after)
                 return found
             except (GatewayUnreachableError, StoreUnavailableError) as error:
-                is_awaited = waits_for_store or isinstance(error, GatewayUnreachableError)
+                if isinstance(error, LogUnreachableError) and not is_read:
+                    return None
+                is_awaited = is_read or isinstance(error, GatewayUnreachableError)
                 if not is_awaited or self.admission.is_closed or time.monotonic() > deadline_s:
                     raise
             await asyncio.sleep(_RETRY_S)
@@ -276,7 +283,7 @@ class Gateway:
         """
         found, after = None, reader.sent_number
         if not self.admission.is_closed:
-            found = await self.find_caught_up(owner, reader.response_id, after, waits_for_store=True)
+            found = await self.find_caught_up(owner, reader.response_id, after, is_read=True)
         if found is None:
             raise GatewayUnreachableError("another gateway runs the response now; read it again")
         return found, found.log.reader(after, extended=reader.is_extended)

@@ -41,7 +41,7 @@ ANSWER_S = 5.0  # a gateway that does not answer for so long counts as unreachab
 WATCH_S = 2.0  # a question for frames is answered after this time, with none
 TAKEOVER_S = 8.0  # a gateway without a lease on the bus is replaced earlier
 RETRY_S = 15.0  # a response is given up if its gateway does not answer for so long
-OWN_S = 3.0  # less than a lease on the bus, which is not renewed meanwhile
+OWN_S = 2.0  # for a store that seems silent since this process was suspended; the lease on the bus lasts longer
 IDLE_S = 30.0  # a copy without use is dropped
 MAX_COPIES_BYTES = 16 * 1024 * 1024  # of logs that have ended
 _PAUSE_S = 0.2
@@ -51,6 +51,10 @@ class GatewayUnreachableError(OverloadedError):
     """The gateway that runs the response does not answer."""
 
     code = "gateway_unreachable"
+
+
+class LogUnreachableError(GatewayUnreachableError):
+    """A gateway that may have the events of a response that has ended does not answer."""
 
 
 class Channel(Protocol):
@@ -360,17 +364,13 @@ class GatewayPeers:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def runs_here(self, response_id: str) -> bool:
-        """Return whether the store names this gateway as the one that runs a response.
-
-        Waits up to `OWN_S` for the store, which seems not to answer when this process was suspended; then True.
-        """
+        """Return whether the store names this gateway as the one that runs a response; True if it is silent."""
         deadline_s = time.monotonic() + OWN_S
-        while True:
+        while time.monotonic() < deadline_s:
             with contextlib.suppress(StoreUnavailableError):
                 return await self.find_runner(response_id) == self._channel.name
-            if time.monotonic() > deadline_s:
-                return True
             await asyncio.sleep(_PAUSE_S)
+        return True
 
     async def find(self, owner: str, response_id: str, *, ended: bool = False) -> LoggedResponse | None:
         """Return a response of this owner that runs on another gateway, with a copy of its log; None if none does.
@@ -388,11 +388,12 @@ class GatewayPeers:
             if found is not None:
                 return found
             runner = None
-        if runner in (None, self._channel.name):
-            runner = await self._find_log(owner, response_id) if ended else None
-        if runner is None or not await self._is_owned(owner, response_id):
+        runs_elsewhere = runner not in (None, self._channel.name)
+        if not (runs_elsewhere or ended) or not await self._is_owned(owner, response_id):
             return None
-        return await self._open_once_started(owner, response_id, runner)
+        if not runs_elsewhere:
+            runner = await self._find_log(owner, response_id)
+        return await self._open_once_started(owner, response_id, runner) if runner is not None else None
 
     async def _open_once_started(self, owner: str, response_id: str, runner: str) -> LoggedResponse | None:
         """Open a response of a gateway that may have stored it and not have started it yet; None if it has ended."""
@@ -538,7 +539,7 @@ class GatewayPeers:
     async def _find_log(self, owner: str, response_id: str) -> str | None:
         """Return a gateway that has the log of a response which has ended; None if none has it.
 
-        Raises: GatewayUnreachableError if one that may have it does not answer.
+        Raises: LogUnreachableError if one that may have it does not answer.
         """
         async with self._answers() as (number, answers):
             question = Question(number, self._channel.name, owner, response_id, Find())
@@ -550,7 +551,7 @@ class GatewayPeers:
                         if answer.error is None and msgspec.msgpack.decode(answer.result, type=bool):
                             return answer.sender
             except TimeoutError:
-                raise _unreachable() from None
+                raise LogUnreachableError("a gateway that may have the events does not answer") from None
         return None
 
     def _on_subscribe(self) -> None:

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import redis
 
 from chatcache.conversations.store import StoreUnavailableError, StoreUnusableError
-from chatcache.conversations.tree import DELETED, IN_PROGRESS, ResponseElsewhereError, Turn
+from chatcache.conversations.tree import IN_PROGRESS, INCOMPLETE, ResponseElsewhereError, Turn
 from chatcache.redis_urls import (
     close_idle_connections,
     num_waited_replicas,
@@ -387,9 +387,10 @@ class GatewayHeartbeats:
             self._given_up[response_id] = time.monotonic()
 
     async def require_own(self, pipe: Pipe, conversation_id: str, turn: Turn | None) -> None:
-        """Check that no other process has taken a response over, which may have ended or been deleted there since.
+        """Check that no other process runs a response, or has ended or deleted it.
 
-        Raises: ResponseElsewhereError.
+        One that was only interrupted, because the lease of this process had expired, may end. Raises:
+        ResponseElsewhereError.
         """
         if turn is None or turn.status == IN_PROGRESS:
             return
@@ -398,8 +399,9 @@ class GatewayHeartbeats:
             is_elsewhere = RunningEntry.decode(entry).process != self._process
         else:
             stored = await pipe.hget(turns_key(conversation_id), turn.id)
-            ended = unpack_turn(stored) if stored is not None else turn
-            is_elsewhere = ended.usage is not None or ended.status == DELETED  # an interrupted one has no usage
+            found = unpack_turn(stored) if stored is not None else None
+            is_interrupted = found is not None and found.status == INCOMPLETE and found.usage is None
+            is_elsewhere = not is_interrupted and (found is None or found.status != IN_PROGRESS)
         if is_elsewhere:
             raise ResponseElsewhereError(turn.id, "end", "response_id")
 

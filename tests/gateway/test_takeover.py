@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from chatcache.conversations.store import StoreUnavailableError
 from chatcache.conversations.tree import Turn
-from chatcache.errors import NotFoundError
+from chatcache.errors import EngineError, NotFoundError
 from chatcache.gateway import peers
 from chatcache.gateway.auth.principal import OPEN_SERVER_PRINCIPAL
 from chatcache.gateway.responses import takeover
+from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.registry import ResponseRegistry
+from chatcache.gateway.responses.run import LiveResponse
 from chatcache.types.request import GenerateRequest, SamplingParams
 
 REQUEST = GenerateRequest(request_id="resp", prompt=(1,), params=SamplingParams(max_tokens=5))
@@ -104,3 +107,14 @@ async def test_gateway_waits_for_the_store_before_it_continues_a_response(monkey
     assert not await runs_here(channel) and channel.num_errors == -1
     monkeypatch.setattr(peers, "OWN_S", 0.01)
     assert await runs_here(Channel(10**6)), "it has no record, and the store does not say whose the response is"
+
+
+async def test_failure_of_a_response_that_another_gateway_runs_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    abandoned: list[str] = []
+    monkeypatch.setattr(LiveResponse, "abandon", lambda self: abandoned.append(self.id))
+    parts: Any = (Channel(0), ResponseRegistry(), None, None, None, None)
+    run: Any = LiveResponse.__new__(LiveResponse)
+    run.id, run.log = "resp", ResponseLog("resp")
+    run._gateway, run._encode_record = SimpleNamespace(peers=peers.GatewayPeers(*parts)), lambda _: b""
+    await run._fail(EngineError("planted"))
+    assert abandoned == ["resp"] and run.log.num_frames == 0

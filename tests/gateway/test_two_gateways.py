@@ -191,7 +191,8 @@ def test_web_socket_resume_after_an_event_that_the_copy_does_not_have_yet_contin
         with lagging_copy(other, response_id) as copy:
             number = read_beyond(owner, response_id, copy)
             send(socket, "response.resume", response_id=response_id, starting_after=number)
-            time.sleep(0.5)
+            send(socket, "no.such.type")
+            assert receive(socket)["error"]["param"] == "type", "other messages do not wait for the other gateway"
             assert copy.last_number < number
         resumed = receive(socket)
         assert resumed["type"] == "response.resumed" and resumed["sequence_number"] >= number, resumed

@@ -23,6 +23,7 @@ from chatcache.conversations.tree import (
     INCOMPLETE,
     Conversation,
     Item,
+    MessageDeletion,
     ResponseElsewhereError,
     Turn,
     Usage,
@@ -100,10 +101,11 @@ async def test_takeover_by_a_gateway_that_was_suspended_meanwhile_is_refused(emp
         await store.close()
 
 
-@pytest.mark.parametrize("ended", [ENDED, replace(ENDED, status=DELETED, usage=None)])
+@pytest.mark.parametrize("status", [COMPLETED, FAILED, DELETED])
 async def test_result_of_a_gateway_that_was_suspended_until_another_one_ended_its_response_is_refused(
-    empty_redis: RedisServer, ended: Turn
+    empty_redis: RedisServer, status: str
 ) -> None:
+    ended = ENDED if status == COMPLETED else replace(ENDED, status=status, usage=None)
     suspended, other = (RedisStore(empty_redis.url) for _ in range(2))
     await suspended.create(HEAD, turn=Turn("resp", "", "m", 1.0))
     assert await other.channel.take_over("conv", "resp", 1)
@@ -112,7 +114,24 @@ async def test_result_of_a_gateway_that_was_suspended_until_another_one_ended_it
         with pytest.raises(ResponseElsewhereError):
             await suspended.append("me", "conv", [], late)
     assert (await other.load("me", "conv")).turns["resp"] == ended
+    await other.delete_messages("me", "conv", MessageDeletion(None, removed_turns=("resp",)))
+    with pytest.raises(ResponseElsewhereError):
+        await suspended.append("me", "conv", [], ENDED)
     for store in (suspended, other):
+        await store.close()
+
+
+async def test_result_of_a_response_that_was_interrupted_while_its_gateway_was_cut_off_is_stored(
+    empty_redis: RedisServer,
+) -> None:
+    cut_off, other = (RedisStore(empty_redis.url) for _ in range(2))
+    await cut_off.create(HEAD, turn=Turn("resp", "", "m", 1.0))
+    empty_redis.admin.delete(redis_layout.alive_key(cut_off.channel.name))
+    assert await other.channel.find_runner("resp") is None
+    assert (await other.load("me", "conv")).turns["resp"].status == INCOMPLETE
+    await cut_off.append("me", "conv", [], ENDED)
+    assert (await other.load("me", "conv")).turns["resp"] == ENDED
+    for store in (cut_off, other):
         await store.close()
 
 

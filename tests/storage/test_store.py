@@ -70,12 +70,12 @@ async def test_store_hides_conversations_of_other_owners(store: ConversationStor
 
 async def test_assign_owner_moves_conversations_unchanged(store: ConversationStore) -> None:
     """Except those with a running response; repeating the call moves the rest, and then nothing."""
-    settled = replace(TURN, status=COMPLETED)
     heads = []
     for number in range(3):
-        item, turn = replace(USER, id=f"msg_{number}", text=f"word{number}"), replace(settled, id=f"resp_{number}")
+        item, turn = replace(USER, id=f"msg_{number}", text=f"word{number}"), replace(TURN, id=f"resp_{number}")
         await create(store, f"conv_{number}", owner="")
-        heads.append(await store.append("", f"conv_{number}", [item], turn, title="Said"))
+        await store.append("", f"conv_{number}", [item], turn, title="Said")
+        heads.append(await store.append("", f"conv_{number}", (), replace(turn, status=COMPLETED)))
     await create(store, "conv_mine")
     await create(store, "conv_busy", owner="")
     await store.append("", "conv_busy", [USER], TURN)
@@ -300,9 +300,11 @@ async def grow(store: ConversationStore) -> ConversationTree:
         Item("d", "c", "assistant", "four", (3,), "resp_2"),
         Item("e", "b", "user", "five"),
     ]
-    await store.append("me", "conv_1", items[:2], Turn("resp_1", "a", "m", 1.0, None, (8, 9), status=COMPLETED))
-    second = Turn("resp_2", "c", "m", 2.0, "b", (7,), status=COMPLETED)
+    first, second = Turn("resp_1", "a", "m", 1.0, None, (8, 9)), Turn("resp_2", "c", "m", 2.0, "b", (7,))
+    await store.append("me", "conv_1", items[:2], first)
     await store.append("me", "conv_1", items[2:], second, active_leaf="d")
+    for turn in (first, second):
+        await store.append("me", "conv_1", (), replace(turn, status=COMPLETED))
     return await store.load("me", "conv_1")
 
 
@@ -318,7 +320,7 @@ async def test_delete_messages_moves_children_up_and_drops_their_tokens(store: C
     assert tree.token_sequence(tree.items["d"]) == (8, 9, 1, 2, 7, 3)
     head = await take_out(store, "b")
     after = await store.load("me", "conv_1")
-    assert (head.rev, head.active_leaf, list(after.items)) == (3, "d", ["a", "c", "d", "e"])
+    assert (head.rev, head.active_leaf, list(after.items)) == (5, "d", ["a", "c", "d", "e"])
     assert {item.id: item.parent_id for item in after.items.values()} == {"a": None, "c": "a", "d": "c", "e": "a"}
     assert after.token_sequence(after.items["d"]) == () and after.turns["resp_2"].prompt_ids == ()
     with pytest.raises(NotFoundError):

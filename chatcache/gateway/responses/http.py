@@ -155,7 +155,8 @@ async def _replay_response(
     Raises: NotFoundError if it was deleted.
     """
     gateway, owner = gateway_of(request), owner_of(request)
-    logged = await gateway.find_response(owner, response_id, ended=bool(delivery.stream))
+    find = gateway.find_caught_up if delivery.stream else gateway.find_response
+    logged = await find(owner, response_id)
     if logged is None:  # its log has expired
         tree = await load_response_tree(gateway.opened_store(), owner, response_id)
         if delivery.stream:

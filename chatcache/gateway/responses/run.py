@@ -633,6 +633,10 @@ class LiveResponse:
             log.error("%s failed", self.id, exc_info=error)
         if self.log.terminal is not None:
             return
+        peers = self._gateway.peers
+        if self._encode_record is not None and peers is not None and not await peers.runs_here(self.id):
+            self.abandon()
+            return
         turn = self._writer.failed(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR)
         self._planned = replace(self._planned, turn=turn)
         await self._store_failure()
@@ -641,8 +645,8 @@ class LiveResponse:
         """Store the failure, if the store accepts it: the store may be the cause."""
         try:
             await self._store(FAILED, None)
-        except NotFoundError:
-            log.info("%s: its conversation was deleted while it ran", self.id)
+        except (NotFoundError, ResponseElsewhereError):
+            log.info("%s: its conversation was deleted while it ran, or another gateway has ended it", self.id)
         except Exception:
             log.exception("%s: could not store its failure", self.id)
             self._give_up()

@@ -436,10 +436,7 @@ class Connection:
     async def _resume(self, body: Body) -> None:
         fields = parse_fields(body, ResumeFields)
         after = fields.starting_after if fields.starting_after is not None else -1
-        logged = await self._gateway.find_caught_up(self._owner, fields.response_id, after)
-        logged = logged or self._gateway.responses.get(self._owner, fields.response_id)
-        self._streams.resume(logged, after, fields.stream_id)
-        self._gateway.metrics.resumed.labels(transport="ws").inc()
+        await self._streams.resume(fields.response_id, after, fields.stream_id)
 
     async def _ack(self, body: Body) -> None:
         fields = parse_fields(body, AckFields)

@@ -6,6 +6,7 @@ Responses of one stream run one after another; streams run concurrently.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
@@ -42,6 +43,7 @@ MAX_STREAMS = 16
 MAX_QUEUED = 16
 MAX_RESUMED = 32
 _MAX_ENDED = 256
+RESUME_WAIT_S = 1.0
 _MAX_UNACKED_S = 30.0
 MAX_UNSTORED_CHARS = 8 << 20
 
@@ -131,20 +133,23 @@ class StreamMultiplexer:
         queue = self._queues[stream_id] = deque([_WaitingCreate(data, body)])
         self._start_task(self._run_stream(stream_id, queue))
 
-    def resume(self, logged: LoggedResponse, after: int, stream_id: StreamId) -> None:
-        """Send the events of a response after the given sequence number, next to the other streams.
+    async def resume(self, response_id: str, after: int, stream_id: StreamId) -> None:
+        """Send the events of a response after the given sequence number, or an error, next to the other streams.
 
-        Raises: InvalidRequestError if the connection already sends this response, or the number does not exist yet;
-        OverloadedError.
+        Returns when they begin, but after `RESUME_WAIT_S` at the latest: another gateway may have the response and not
+        answer, and the connection handles other messages meanwhile.
+
+        Raises: InvalidRequestError if the connection already sends this response; OverloadedError.
         """
-        if logged.id in self._open_readers:
-            raise InvalidRequestError("the response is being sent on this connection already", param="response_id")
+        self._check_not_sent(response_id)
         if self._num_resumed >= MAX_RESUMED:
             raise OverloadedError(f"at most {MAX_RESUMED} responses may be resumed at once", param="response_id")
-        reader = logged.log.reader(after, extended=self._extended)
         self._num_resumed += 1
-        self._open_readers[logged.id] = reader, stream_id
-        self._start_task(self._run_resumed(logged, reader, stream_id))
+        has_begun = asyncio.Event()
+        self._start_task(self._run_resumed(response_id, after, stream_id, has_begun))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RESUME_WAIT_S):
+                await has_begun.wait()
 
     def reader_of(self, response_id: str) -> LogReader | None:
         """Return the log reader of a response that this connection sends."""
@@ -188,8 +193,15 @@ class StreamMultiplexer:
         self._num_queued_bytes -= len(waiting.data)
         self._gateway.socket_limiter.remove_bytes(self._principal.owner, len(waiting.data))
 
-    async def _run_resumed(self, logged: LoggedResponse, reader: LogReader, stream_id: StreamId) -> None:
+    async def _run_resumed(self, response_id: str, after: int, stream_id: StreamId, has_begun: asyncio.Event) -> None:
         try:
+            try:
+                logged, reader = await self._open_resumed(response_id, after, stream_id)
+            except Exception as error:
+                await self._send_error(error, stream_id)
+                return
+            finally:
+                has_begun.set()
             await self._sender.send(_resumed_frame(logged), stream_id)
             await self._forward(logged, stream_id, reader)
         except CLIENT_GONE:
@@ -197,15 +209,39 @@ class StreamMultiplexer:
         finally:
             self._num_resumed -= 1
 
+    async def _open_resumed(
+        self, response_id: str, after: int, stream_id: StreamId
+    ) -> tuple[LoggedResponse, LogReader]:
+        """Open the log of a response after the given sequence number.
+
+        Raises: InvalidRequestError if the connection already sends this response, or the number does not exist yet;
+        NotFoundError, GatewayUnreachableError, StoreUnavailableError.
+        """
+        owner = self._principal.owner
+        found = await self._gateway.find_caught_up(owner, response_id, after)
+        logged = found or self._gateway.responses.get(owner, response_id)
+        self._check_not_sent(response_id)
+        reader = logged.log.reader(after, extended=self._extended)
+        self._open_readers[logged.id] = reader, stream_id
+        self._gateway.metrics.resumed.labels(transport="ws").inc()
+        return logged, reader
+
+    def _check_not_sent(self, response_id: str) -> None:
+        if response_id in self._open_readers:
+            raise InvalidRequestError("the response is being sent on this connection already", param="response_id")
+
+    async def _send_error(self, error: Exception, stream_id: StreamId) -> None:
+        if not isinstance(error, ChatcacheError):
+            log.error("a response cannot be sent", exc_info=error)
+        await self._sender.send_error(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR, stream_id)
+
     async def _respond(self, stream_id: StreamId, queue: deque[_WaitingCreate]) -> None:
         """Start the first response of the queue and send it to its end."""
         try:
             run, logged, continued = await self._start_next(queue)
             reader = logged.log.reader(extended=self._extended)
         except Exception as error:
-            if not isinstance(error, ChatcacheError):
-                log.exception("response.create failed")
-            await self._sender.send_error(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR, stream_id)
+            await self._send_error(error, stream_id)
             return
         await self._forward(logged, stream_id, reader)
         if run is not None:
@@ -245,7 +281,7 @@ class StreamMultiplexer:
         )
         if not isinstance(started, str):
             return started, started.logged
-        found = await self._gateway.find_response(self._principal.owner, started, ended=True)
+        found = await self._gateway.find_caught_up(self._principal.owner, started)
         if found is None:
             tree = await load_response_tree(self._gateway.opened_store(), self._principal.owner, started)
             raise no_stream_error(tree, started)
@@ -262,9 +298,11 @@ class StreamMultiplexer:
                     await self._send_response(logged, reader, stream_id, suffix)
                 except GatewayUnreachableError:
                     logged, reader = await self._gateway.reopen(owner, reader)
+                    if logged.id in self._open_readers:  # the client has resumed it meanwhile
+                        return
                     continue
                 successor = logged.successor
-                found = await self._gateway.find_response(owner, successor, ended=True) if successor else None
+                found = await self._gateway.find_caught_up(owner, successor) if successor else None
             except ChatcacheError as error:  # another gateway runs it, and does not answer any more
                 await self._sender.send_error(error, stream_id)
                 return
