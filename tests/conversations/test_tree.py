@@ -181,7 +181,8 @@ def test_assistant_message_in_the_input_is_not_an_output() -> None:
 async def test_store_applies_a_deletion_completely_or_not_at_all(store: ConversationStore) -> None:
     tree = small()
     await store.create(HEAD, tuple(tree.items.values()), tree.turns["r1"])
-    await store.append("me", "conv", (), tree.turns["r2"])
+    for status in (IN_PROGRESS, tree.turns["r2"].status):
+        await store.append("me", "conv", (), replace(tree.turns["r2"], status=status))
     for item_id in ("a1", "u0", "b1", "u2", "a3"):
         loaded = await store.load("me", "conv")
         edit = plan_message_deletion(loaded, item_id)

@@ -121,20 +121,6 @@ async def test_result_of_a_gateway_that_was_suspended_until_another_one_ended_it
         await store.close()
 
 
-async def test_result_of_a_response_that_was_interrupted_while_its_gateway_was_cut_off_is_stored(
-    empty_redis: RedisServer,
-) -> None:
-    cut_off, other = (RedisStore(empty_redis.url) for _ in range(2))
-    await cut_off.create(HEAD, turn=Turn("resp", "", "m", 1.0))
-    empty_redis.admin.delete(redis_layout.alive_key(cut_off.channel.name))
-    assert await other.channel.find_runner("resp") is None
-    assert (await other.load("me", "conv")).turns["resp"].status == INCOMPLETE
-    await cut_off.append("me", "conv", [], ENDED)
-    assert (await other.load("me", "conv")).turns["resp"] == ENDED
-    for store in (cut_off, other):
-        await store.close()
-
-
 async def test_two_gateways_write_one_conversation_without_losses(empty_redis: RedisServer) -> None:
     stores = [RedisStore(empty_redis.url) for _ in range(2)]
     try:
