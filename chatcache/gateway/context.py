@@ -49,6 +49,11 @@ _RETRY_S = 0.5
 Save = Callable[[], Awaitable[None]]
 
 
+def moved_error() -> GatewayUnreachableError:
+    """Return the error for readers of a response that another gateway runs now."""
+    return GatewayUnreachableError("another gateway runs the response now; read it again")
+
+
 @dataclass(frozen=True, slots=True)
 class _PendingSave:
     names: frozenset[str]
@@ -259,20 +264,20 @@ class Gateway:
 
         Raises: GatewayUnreachableError, StoreUnavailableError.
         """
+        awaited = (GatewayUnreachableError, StoreUnavailableError) if is_read else (GatewayUnreachableError,)
         deadline_s = time.monotonic() + REOPEN_S
         while True:
             try:
                 found = await self.find_response(owner, response_id, ended=True)
                 if found is not None and found.log.failure is not None:
-                    raise GatewayUnreachableError("another gateway runs the response now; read it again")
+                    raise moved_error()
                 if found is not None:
                     await found.catch_up(after)
                 return found
-            except (GatewayUnreachableError, StoreUnavailableError) as error:
+            except awaited as error:
                 if isinstance(error, LogUnreachableError) and not is_read:
                     return None
-                is_awaited = is_read or isinstance(error, GatewayUnreachableError)
-                if not is_awaited or self.admission.is_closed or time.monotonic() > deadline_s:
+                if self.admission.is_closed or time.monotonic() > deadline_s:
                     raise
             await asyncio.sleep(_RETRY_S)
 
@@ -285,7 +290,7 @@ class Gateway:
         if not self.admission.is_closed:
             found = await self.find_caught_up(owner, reader.response_id, after, is_read=True)
         if found is None:
-            raise GatewayUnreachableError("another gateway runs the response now; read it again")
+            raise moved_error()
         return found, found.log.reader(after, extended=reader.is_extended)
 
     async def health(self) -> EngineHealth:

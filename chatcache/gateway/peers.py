@@ -364,7 +364,7 @@ class GatewayPeers:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def runs_here(self, response_id: str) -> bool:
-        """Return whether the store names this gateway as the one that runs a response; True if it is silent."""
+        """Return whether this gateway runs a response, as the store says; True if it is silent for `OWN_S`."""
         deadline_s = time.monotonic() + OWN_S
         while time.monotonic() < deadline_s:
             with contextlib.suppress(StoreUnavailableError):
@@ -505,11 +505,10 @@ class GatewayPeers:
             self._watching.discard(number)
 
     async def _is_owned(self, owner: str, response_id: str) -> bool:
-        try:
+        with contextlib.suppress(NotFoundError):
             await self._store.locate(owner, response_id)
-        except NotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     async def _running_response(self, item_id: str) -> str | None:
         """Return the running response that may have this message: its id begins with the same digits."""

@@ -389,8 +389,9 @@ class GatewayHeartbeats:
     async def require_own(self, pipe: Pipe, conversation_id: str, turn: Turn | None) -> None:
         """Check that no other process runs a response, or has ended or deleted it.
 
-        One that was only interrupted, because the lease of this process had expired, may end. Raises:
-        ResponseElsewhereError.
+        One that was only interrupted, because the lease of this process had expired, may end.
+
+        Raises: ResponseElsewhereError.
         """
         if turn is None or turn.status == IN_PROGRESS:
             return
@@ -400,8 +401,8 @@ class GatewayHeartbeats:
         else:
             stored = await pipe.hget(turns_key(conversation_id), turn.id)
             found = unpack_turn(stored) if stored is not None else None
-            is_interrupted = found is not None and found.status == INCOMPLETE and found.usage is None
-            is_elsewhere = not is_interrupted and (found is None or found.status != IN_PROGRESS)
+            # An interrupted one is incomplete and has no usage.
+            is_elsewhere = found is None or found.usage is not None or found.status not in (IN_PROGRESS, INCOMPLETE)
         if is_elsewhere:
             raise ResponseElsewhereError(turn.id, "end", "response_id")
 

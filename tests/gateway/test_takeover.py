@@ -1,4 +1,4 @@
-"""Taking over a response while the store does not answer, or refuses it."""
+"""Taking over and giving up responses while the store does not answer, or names another gateway."""
 
 from __future__ import annotations
 

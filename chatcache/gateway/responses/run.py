@@ -38,10 +38,9 @@ from chatcache.conversations.tree import (
 from chatcache.conversations.turns import PlannedTurn
 from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, NotFoundError, UnsupportedParameterError
 from chatcache.gateway.auth.principal import Principal
-from chatcache.gateway.context import Gateway, Model
+from chatcache.gateway.context import Gateway, Model, moved_error
 from chatcache.gateway.errors import INTERNAL_ERROR
 from chatcache.gateway.metrics import Metrics, record_reply_metrics
-from chatcache.gateway.peers import GatewayUnreachableError
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.events import CompactionEventWriter, ResponseEventWriter, to_usage
 from chatcache.gateway.responses.steering import (
@@ -318,7 +317,7 @@ class LiveResponse:
             self._is_abandoned = True
             self._give_up()
             self._gateway.responses.end(self.id, keep=False)
-            self.log.fail(GatewayUnreachableError("another gateway runs the response now; read it again"))
+            self.log.fail(moved_error())
             if self.task is not asyncio.current_task():
                 self.task.cancel()
 

@@ -43,7 +43,7 @@ MAX_STREAMS = 16
 MAX_QUEUED = 16
 MAX_RESUMED = 32
 _MAX_ENDED = 256
-RESUME_WAIT_S = 1.0
+_RESUME_WAIT_S = 1.0  # for a response to be found, before the connection handles further messages
 _MAX_UNACKED_S = 30.0
 MAX_UNSTORED_CHARS = 8 << 20
 
@@ -136,7 +136,7 @@ class StreamMultiplexer:
     async def resume(self, response_id: str, after: int, stream_id: StreamId) -> None:
         """Send the events of a response after the given sequence number, or an error, next to the other streams.
 
-        Returns when they begin, but after `RESUME_WAIT_S` at the latest: another gateway may have the response and not
+        Returns when they begin, but after `_RESUME_WAIT_S` at the latest: another gateway may have the response and not
         answer, and the connection handles other messages meanwhile.
 
         Raises: InvalidRequestError if the connection already sends this response; OverloadedError.
@@ -148,7 +148,7 @@ class StreamMultiplexer:
         has_begun = asyncio.Event()
         self._start_task(self._run_resumed(response_id, after, stream_id, has_begun))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(RESUME_WAIT_S):
+            async with asyncio.timeout(_RESUME_WAIT_S):
                 await has_begun.wait()
 
     def reader_of(self, response_id: str) -> LogReader | None:
@@ -226,9 +226,9 @@ class StreamMultiplexer:
         self._gateway.metrics.resumed.labels(transport="ws").inc()
         return logged, reader
 
-    def _check_not_sent(self, response_id: str) -> None:
+    def _check_not_sent(self, response_id: str, param: str = "response_id") -> None:
         if response_id in self._open_readers:
-            raise InvalidRequestError("the response is being sent on this connection already", param="response_id")
+            raise InvalidRequestError("the response is being sent on this connection already", param=param)
 
     async def _send_error(self, error: Exception, stream_id: StreamId) -> None:
         if not isinstance(error, ChatcacheError):
@@ -285,8 +285,7 @@ class StreamMultiplexer:
         if found is None:
             tree = await load_response_tree(self._gateway.opened_store(), self._principal.owner, started)
             raise no_stream_error(tree, started)
-        if found.id in self._open_readers:
-            raise InvalidRequestError("the response is being sent on this connection already", param="idempotency_key")
+        self._check_not_sent(found.id, "idempotency_key")
         return None, found
 
     async def _forward(self, logged: LoggedResponse, stream_id: StreamId, reader: LogReader) -> None:
