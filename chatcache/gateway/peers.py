@@ -542,10 +542,10 @@ class GatewayPeers:
         """
         async with self._answers() as (number, answers):
             question = Question(number, self._channel.name, owner, response_id, Find())
-            num_others = await self._channel.send(None, msgspec.msgpack.encode(question)) - 1
+            num_receivers = await self._channel.send(None, msgspec.msgpack.encode(question))
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    for _ in range(num_others):
+                    for _ in range(num_receivers):
                         answer: Answer = await answers.get()
                         if answer.error is None and msgspec.msgpack.decode(answer.result, type=bool):
                             return answer.sender
@@ -567,10 +567,10 @@ class GatewayPeers:
         if isinstance(message, Answer):
             if (answers := self._asked.get(message.number)) is not None:
                 answers.put_nowait(message)
+        elif isinstance(message, Question):  # of this gateway, too: `_find_log` waits for as many answers as receivers
+            self._start_task(self._answer(message))
         elif message.sender == self._channel.name:
             return
-        elif isinstance(message, Question):
-            self._start_task(self._answer(message))
         elif isinstance(message, Changed):
             self._on_change(message)
         elif isinstance(message, Running):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from openai import OpenAI, omit
 from openai.types.responses import ResponseStreamEvent
+from redis.asyncio.client import PubSub
 from websockets.sync.client import ClientConnection, connect
 
 from chatcache.conversations.tree import derive_id, new_id
@@ -21,9 +22,10 @@ from chatcache.errors import NotFoundError, RateLimitError
 from chatcache.gateway import context, peers
 from chatcache.gateway.auth.principal import KeyLimits, Principal
 from chatcache.gateway.limits.rate_limits import RateLimiter, RequestCost
-from chatcache.gateway.peers import Cancel, GatewayPeers, RemoteResponse
+from chatcache.gateway.peers import Cancel, GatewayPeers, LogUnreachableError, RemoteResponse
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.storage import redis_client
+from chatcache.storage.redis_layout import ALL_GATEWAYS_CHANNEL, gateway_channel
 from tests.gateway.frames import Frame, receive, send, until_end
 from tests.gateway.kept import keeping, server_on
 from tests.gateway.serving import Server, hurry, slowed, wait_until
@@ -249,6 +251,36 @@ def test_stream_of_a_response_that_ended_on_the_other_gateway_is_found(gateways:
     assert other.request("DELETE", f"/v1/responses/{response_id}")[0] == 200
     path = f"/v1/responses/{response_id}"
     wait_until(lambda: [server.request("GET", path)[0] for server in gateways] == [404, 404], "deleted on both")
+
+
+@pytest.mark.slow
+def test_events_of_an_ended_response_do_not_count_as_lost_while_no_answer_can_arrive(
+    store: RedisServer, gateways: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the subscription of the asking gateway is opened again."""
+    owner, other = gateways
+    response_id = owner.post("/v1/responses", input="Hi", max_output_tokens=4)[2]["id"]
+    asking = other.gateway.peers
+    assert asking is not None and asking._channel.name
+    channel, is_held, subscribe = gateway_channel(asking._channel.name), True, PubSub.subscribe
+
+    async def subscribe_late(self: PubSub, *names: str) -> object:
+        while is_held and channel in names:  # noqa: ASYNC110 - a flag of another thread
+            await asyncio.sleep(0.01)
+        return await subscribe(self, *names)
+
+    monkeypatch.setattr(PubSub, "subscribe", subscribe_late)
+    monkeypatch.setattr(peers, "ANSWER_S", 0.2)
+    store.admin.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+    try:
+        wait_until(lambda: store.admin.pubsub_numsub(ALL_GATEWAYS_CHANNEL)[0][1] == 1, "one subscription")
+        with pytest.raises(LogUnreachableError):
+            other.call(asking._find_log("", response_id))
+    finally:
+        is_held = False
+    monkeypatch.setattr(peers, "ANSWER_S", 60.0)
+    wait_until(lambda: store.admin.pubsub_numsub(channel)[0][1] == 1, "the subscription of the asking gateway")
+    assert other.call(asking._find_log("", response_id)) is not None
 
 
 @pytest.mark.slow
