@@ -282,7 +282,7 @@ def rank_together(
     sums = logprobs + np.array([[beam.total for beam in group.beams] for group in groups], np.float32)[:, :, None]
     num_groups, num_beams, width = tokens.shape
     order = (-sums.reshape(num_groups, -1)).argsort(axis=1, kind="stable")
-    order = order[:, : max(group.max_ranked for group in groups)]
+    order = order[:, : max([group.max_ranked for group in groups])]
     at = order + np.arange(num_groups)[:, None] * (num_beams * width)
     lists = (order // max(width, 1)).tolist(), tokens.take(at).tolist(), sums.take(at).tolist()
     return zip(*lists, strict=True)
@@ -431,8 +431,9 @@ class BeamStrategy:
 
     def _emit_common_prefix(self, num_beams: int) -> list[Output]:
         """Emit the common prefix to every candidate that is certain to exist."""
-        num_kept = sum(len(group.hypotheses.best) for group in self._groups)
-        self._num_streamed = max(self._num_streamed, min(self._num_returned, num_beams + num_kept))
+        if self._num_streamed < self._num_returned:
+            num_kept = sum(len(group.hypotheses.best) for group in self._groups)
+            self._num_streamed = max(self._num_streamed, min(self._num_returned, num_beams + num_kept))
         node = self._tree.advance_common_prefix()
         if self._streamed == (node, self._num_streamed):
             return []
