@@ -349,6 +349,12 @@ def check_redis_user(permissions: RedisPermissions) -> Iterator[Finding]:
         yield fail(
             "Redis", f"maxmemory-policy {policy}: conversations are evicted when it is full", "set it to noeviction"
         )
+    if not permissions.can_publish:
+        yield fail(
+            "Redis channels",
+            "this user may not use them: gateways on this server do not find each other's responses",
+            "ACL SETUSER ... &chatcache:* +publish +subscribe, or the user of `chatcache redis-acl FOLDER`",
+        )
     unneeded = {
         "administer the server": permissions.can_read_settings,
         "run scripts": permissions.can_script,

@@ -643,13 +643,14 @@ def _error_text(error: BaseException) -> str:
 class RedisPermissions:
     """What the Redis user may do.
 
-    `settings` is empty without CONFIG permission; `has_aof` is None if unknown.
+    `settings` is empty without CONFIG permission; `has_aof` is None if unknown. `can_publish`: on chatcache's channels.
     """
 
     settings: dict[str, str]
     has_aof: bool | None
     can_script: bool
     can_read_all_keys: bool
+    can_publish: bool
     num_keys: int
 
     @property
@@ -665,13 +666,15 @@ def probe_permissions(url: str) -> RedisPermissions:
     """
     asked: list[tuple[str | int, ...]] = [("CONFIG", "GET", name) for name in _SETTINGS]
     asked += [("WAITAOF", 1, 0, 1000), ("EVAL", "return 1", 0), ("EXISTS", _FOREIGN_KEY), ("HLEN", API_KEYS_KEY)]
-    *config_answers, aof, script, foreign, num_keys = run_commands(url, asked)
+    asked += [("PUBLISH", gateway_channel("doctor"), "")]  # nothing listens there
+    *config_answers, aof, script, foreign, num_keys, published = run_commands(url, asked)
     settings = {name: value for name, each in zip(_SETTINGS, config_answers, strict=True) if (value := _setting(each))}
     return RedisPermissions(
         settings=settings,
         has_aof=settings["appendonly"] == "yes" if "appendonly" in settings else _has_aof(aof),
         can_script=not isinstance(script, RefusedCommand),
         can_read_all_keys=not isinstance(foreign, RefusedCommand),
+        can_publish=not isinstance(published, RefusedCommand),
         num_keys=0 if isinstance(num_keys, RefusedCommand) else int(num_keys),
     )
 

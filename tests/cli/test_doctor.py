@@ -330,6 +330,12 @@ def test_doctor_reports_durability_and_permissions_of_redis(tmp_path: Path) -> N
         assert admin["Redis user"].state is State.WARN
         assert all(may in admin["Redis user"].fact for may in ("administer", "scripts", "other programs' keys"))
         assert "a power failure loses nothing" in admin["Redis"].fact
+        assert "Redis channels" not in {*restricted, *admin}
+        server.admin.acl_setuser(
+            "mute", enabled=True, nopass=True, keys=["chatcache:*"], categories=["+@all", "-@dangerous"], reset=True
+        )
+        mute = findings_by_subject(redis=f"redis://mute:x@127.0.0.1:{server.port}/0")["Redis channels"]
+        assert mute.state is State.FAIL and "&chatcache:*" in mute.remedy
         server.admin.config_set("appendfsync", "everysec")
         assert "last second" in admin_findings_by_subject(server)["Redis"].fact
         server.admin.config_set("appendonly", "no")
