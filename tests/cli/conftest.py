@@ -11,7 +11,7 @@ import pytest
 from tests.cli.servers import Server, serving
 from tests.llm.tiny_llama import make_model, write_folder
 
-MAX_LONG_LEN = 8192
+MAX_LONG_LEN = 32_768
 
 
 @pytest.fixture(scope="session")
