@@ -27,7 +27,6 @@ different groups with the same tokens share one branch.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,6 +110,7 @@ class FinishedHypotheses:
 
 
 DrawnByBranch = Mapping[int, tuple[Candidates, ...]]
+TokenCounts = dict[int, int]
 
 
 class Beam(msgspec.Struct, frozen=True, gc=False):
@@ -160,7 +160,7 @@ class BeamGroup:
         self.has_dead_end = False  # a continuation was dropped, as the grammar does not go on after it
         tree.root.num_refs += 1
 
-    def advance(self, ranked: Sequence[Continuation], earlier_tokens: Counter[int]) -> list[Hypothesis]:
+    def advance(self, ranked: Sequence[Continuation], earlier_tokens: TokenCounts) -> list[Hypothesis]:
         """Select the next beams; return all continuations that ended in this step, best first.
 
         `ranked`: continuations of the beams, best first. `earlier_tokens` counts the tokens chosen in this step by
@@ -170,8 +170,10 @@ class BeamGroup:
         old, self.beams = self.beams, []
         ended = [] if self._select_unended(old, ranked[: self._width]) else self._select(old, ranked)
         if self._penalty:
-            earlier_tokens.update(beam.node.token for beam in self.beams)
-            earlier_tokens.update(h.node.token for h in ended if h.ended.finish_reason == FINISH_LENGTH)
+            chosen = [beam.node for beam in self.beams]
+            chosen += [h.node for h in ended if h.ended.finish_reason == FINISH_LENGTH]
+            for node in chosen:
+                earlier_tokens[node.token] = earlier_tokens.get(node.token, 0) + 1
         if ended:
             self.hypotheses.add(ended)
         self._tree.release_all([beam.node for beam in old])
@@ -239,7 +241,7 @@ class BeamGroup:
         self._tree.release_all([beam.node for beam in self.beams])
         self.beams = []
 
-    def rank(self, drawn: DrawnByBranch, earlier_tokens: Counter[int]) -> list[Continuation]:
+    def rank(self, drawn: DrawnByBranch, earlier_tokens: TokenCounts) -> list[Continuation]:
         """Return the best continuations of the present beams, best first; ties in beam order."""
         drawings = [drawn[beam.node.branch][0] for beam in self.beams]
         width, narrowest = (choose(len(drawing.tokens) for drawing in drawings) for choose in (max, min))
@@ -248,7 +250,7 @@ class BeamGroup:
         tokens = np.array([_pad(drawing.tokens, width, NO_TOKEN) for drawing in drawings], np.int32)
         logprobs = np.array([_pad(drawing.logprobs, width, -inf) for drawing in drawings], np.float32)
         if earlier_tokens and self._penalty:
-            counts = [[earlier_tokens[token] for token in row] for row in tokens.tolist()]
+            counts = [[earlier_tokens.get(token, 0) for token in row] for row in tokens.tolist()]
             logprobs -= (self._penalty * np.array(counts)).astype(np.float32)
         ((owners, ids, totals),) = rank_together([self], tokens[None], logprobs[None])
         best = self.continuations(owners, ids, totals)
@@ -269,7 +271,7 @@ class BeamGroup:
     @property
     def max_ranked(self) -> int:
         """How many continuations have to be ranked, including those that may turn out to be banned."""
-        return self._num_ranked + len(self._rules.terminal_ids) * len(self.beams)
+        return self._num_ranked + len(self._rules.banned_ids(self.beams[0].progress)) * len(self.beams)
 
 
 def rank_together(
@@ -398,8 +400,8 @@ class BeamStrategy:
         selected = iter(_SELECTED.decode(record))
         return self._advance(lambda group, earlier_tokens: next(selected))
 
-    def _advance(self, rank: Callable[[BeamGroup, Counter[int]], Sequence[Continuation]]) -> Advance:
-        earlier_tokens: Counter[int] = Counter()
+    def _advance(self, rank: Callable[[BeamGroup, TokenCounts], Sequence[Continuation]]) -> Advance:
+        earlier_tokens: TokenCounts = {}
         ended: list[Hypothesis] = []
         selected: list[Sequence[Continuation]] = []
         for group in self._groups:
@@ -413,7 +415,9 @@ class BeamStrategy:
             raise GrammarDeadEndError(
                 is_banned=any(group.is_banned for group in self._groups)
             )  # no beam is left and no hypothesis was found
-        nodes = list(dict.fromkeys([beam.node for beam in beams]))
+        nodes = [beam.node for beam in beams]
+        if len(self._groups) > 1:  # groups may have beams in common
+            nodes = list(dict.fromkeys(nodes))
         actions = self._branches.reassign(nodes, has_ended=self._tree.has_ended)
         outputs = self._emit_common_prefix(len(beams)) if beams else [*self._final_outputs()]
         if self._params.stream_beams and beams:

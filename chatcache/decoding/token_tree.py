@@ -140,11 +140,13 @@ class BranchReassignment:
         their parents are live. `has_ended`: a candidate in the tree may have ended.
         """
         extended: dict[int, Node] = {}
-        forked: list[tuple[int, Node]] = []  # (parent, child)
+        parents: list[int] = []  # of the forked nodes
+        forked: list[Node] = []
         for node in nodes:
             parent = node.parent.branch if node.parent is not None else 0
             if parent in extended:
-                forked.append((parent, node))
+                parents.append(parent)
+                forked.append(node)
             else:
                 extended[parent] = node
                 node.branch = parent
@@ -152,15 +154,15 @@ class BranchReassignment:
         self._live = list(nodes)
         releases = self._release(childless) if has_ended else []
         if len(childless) == len(forked) and not any(release.keep_tail for release in releases):
-            for old, (_, node) in zip(childless, forked, strict=True):
-                node.branch = old.branch
-            branches = (*[node.branch for _, node in forked], *extended)
-            tokens = (*[node.token for _, node in forked], *[node.token for node in extended.values()])
-            return (Reorder(branches, (*[parent for parent, _ in forked], *extended), tokens),) if branches else ()
+            branches = [node.branch for node in childless]
+            for branch, node in zip(branches, forked, strict=True):
+                node.branch = branch
+            tokens = [node.token for node in (*forked, *extended.values())]
+            return (Reorder((*branches, *extended), (*parents, *extended), tuple(tokens)),) if tokens else ()
         if not has_ended:
             releases = [Release(node.branch, False) for node in childless]
         forks: list[BranchAction] = []
-        for parent, node in forked:
+        for parent, node in zip(parents, forked, strict=True):
             forks.append(Fork(parent, self._next, node.token))
             node.branch, self._next = self._next, self._next + 1
         return (*releases, *forks, *(Extend(branch, node.token) for branch, node in extended.items()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -58,14 +57,15 @@ def the_draw_is_as_wide_as_without_groups(patch: Patch) -> None:
 
 def the_crowd_is_forgotten(patch: Patch) -> None:
     original = BeamGroup.advance
-    patch.setattr(BeamGroup, "advance", lambda self, ranked, crowd: original(self, ranked, Counter()))
+    patch.setattr(BeamGroup, "advance", lambda self, ranked, crowd: original(self, ranked, {}))
 
 
 def a_group_fears_itself(patch: Patch) -> None:
     original = BeamGroup.advance
 
-    def advance(self: BeamGroup, ranked: Sequence[groups.Continuation], crowd: Counter[int]) -> object:
-        crowd.update(beam.node.token for beam in self.beams)
+    def advance(self: BeamGroup, ranked: Sequence[groups.Continuation], crowd: groups.TokenCounts) -> object:
+        for each in self.beams:
+            crowd[each.node.token] = crowd.get(each.node.token, 0) + 1
         return original(self, ranked, crowd)
 
     patch.setattr(BeamGroup, "advance", advance)
