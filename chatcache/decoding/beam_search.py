@@ -415,9 +415,7 @@ class BeamStrategy:
             raise GrammarDeadEndError(
                 is_banned=any(group.is_banned for group in self._groups)
             )  # no beam is left and no hypothesis was found
-        nodes = [beam.node for beam in beams]
-        if len(self._groups) > 1:  # groups may have beams in common
-            nodes = list(dict.fromkeys(nodes))
+        nodes = list(dict.fromkeys([beam.node for beam in beams]))
         actions = self._branches.reassign(nodes, has_ended=self._tree.has_ended)
         outputs = self._emit_common_prefix(len(beams)) if beams else [*self._final_outputs()]
         if self._params.stream_beams and beams:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -215,10 +215,10 @@ class BatchBuilder:
             rows = self._rows().concat(rows)
             draws = granted_draws.concat(replace(draws, row=draws.row + len(self.granted)))
         if self._updates:
-            decode_updates = np.concatenate((np.array(self._updates, np.int32), decode_updates))
+            decode_updates = np.concatenate((_rows_of(self._updates), decode_updates))
         arrays = _NO_MOVES
         if moves:
-            arrays = arrays | {name: np.array(move, np.int32) for name, move in moves.items() if move}
+            arrays = arrays | {name: _rows_of(move) for name, move in moves.items() if move}
         plan = StepPlan(
             step=step,
             updates=decode_updates,
@@ -262,6 +262,11 @@ class BatchBuilder:
             tokens=np.frombuffer(b"".join([tokens for _, tokens in self.granted]), "<i4"),
             state=np.array([table.state for table in tables if table is not None], np.int32),
         )
+
+
+def _rows_of(moves: Sequence[Sequence[int]]) -> I32:
+    """Return tuples of equal length as the rows of an array; a third of the time of `np.array` for named tuples."""
+    return np.fromiter(chain.from_iterable(moves), np.int32).reshape(len(moves), -1)
 
 
 def _scores(scored: Sequence[ScoredRow]) -> Scores:
