@@ -3,10 +3,10 @@
 Such a step is limited by reading the weights. A bf16 number is a sign, 8 bits of exponent and 7 of fraction, but the
 exponents of a tile of 32 outputs x 32 inputs are nearly always 16 neighbours: the numbers of such a tile are stored
 with 4 bits of exponent above the tile's lowest, and become bf16 again in the registers. A tile with a smaller exponent
-(of Gaussian weights 1 in 15, and any with a zero) is stored as it is. From about 8 tokens on, computing bf16 numbers
-anew takes longer than reading them, so this is a second copy of a weight, next to the panels of `matmul`, and has the
-same order: panels of 32 outputs; in a panel tiles of 32 inputs; in a tile 2 inputs at a time, as two registers of
-(16 outputs, input pair).
+(of Gaussian weights 1 in 15, and any with a zero) is stored as it is. For more than FEW_TOKENS tokens, computing bf16
+numbers anew takes longer than reading them (Zen 5: 8 tokens take 0.85 of the time, 16 about the same), so this is a
+second copy of a weight, next to the panels of `matmul`, and has the same order: panels of 32 outputs; in a panel tiles
+of 32 inputs; in a tile 2 inputs at a time, as two registers of (16 outputs, input pair).
 
     stored as it is   16 x [2 halves, 16 outputs, 2 inputs] numbers of 16 bits
     short             16 x ([2, 16, 2] signs and fractions of 8 bits, [16, 2] exponents: low 4 bits half 0, high half 1)
@@ -33,6 +33,7 @@ from numba import carray, types
 from torch import Tensor
 
 from ..experts import Allocate, empty
+from .bf16 import has_amx, has_avx512_bf16
 from .launch import Launch, choose_num_threads, compile_kernel, define_job, helper
 from .simd import (
     I8,
@@ -51,7 +52,7 @@ from .simd import (
 )
 
 PANEL = 32  # outputs of a panel, and inputs of a tile
-FEW_TOKENS = 4  # of a step, for which a compact weight is read
+FEW_TOKENS = 8 if has_avx512_bf16() and not has_amx() else 4  # of a step, for which a compact weight is read
 SHORT_BYTES, LONG_BYTES = 1536, 2048  # of a tile
 LINE = 64  # bytes of a cache line
 AHEAD_BYTES = 4 * SHORT_BYTES  # from a number to the one that is fetched meanwhile

@@ -366,7 +366,7 @@ def multiply_tiled(native: bool, job: Any, panel: int, scratch: int, configs: in
     closure, so that it is compiled for AMX only: LLVM cannot generate AMX code for other CPUs, even if never reached.
     """
     if matmul.reads_compact(job):
-        matmul.multiply_pairs(native, job, 0, job.num_tokens, panel, scratch)
+        matmul.multiply_pairs(native, job, 0, job.num_tokens, panel, scratch, panel + 1)
         return configured
     panel_bytes, num_groups = 2 * PANEL * job.num_inputs, (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS
     ahead, num_lines = job.weight + (panel + 1) * panel_bytes, max(1, PANEL // num_groups)
@@ -407,7 +407,7 @@ def _panel_kernel(tiled: bool, native: bool) -> Launch:
             if tiled:
                 configured = multiply_tiled(native, mine, panel, scratch + JOB_BYTES, job.configs, configured)
             else:
-                matmul.multiply_pairs(native, mine, 0, mine.num_tokens, panel, scratch + JOB_BYTES)
+                matmul.multiply_pairs(native, mine, 0, mine.num_tokens, panel, scratch + JOB_BYTES, panel + 1)
             item = fetch_add(address, 0, 1)
         if tiled:
             release_tiles(configured)
