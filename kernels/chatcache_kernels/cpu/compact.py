@@ -12,7 +12,8 @@ of 32 inputs; in a tile 2 inputs at a time, as two registers of (16 outputs, inp
     short             16 x ([2, 16, 2] signs and fractions of 8 bits, [16, 2] exponents: low 4 bits half 0, high half 1)
 
 Computing a tile takes so many instructions that the CPU does not get to the loads of the next ones meanwhile, and the
-hardware's prefetcher does not run far enough ahead of them: each round also fetches a tile further on.
+hardware's prefetcher does not run far enough ahead of them: each round also fetches a tile further on, and the last
+rounds of a panel the first tiles of the panel that the thread multiplies next.
 
 A compact weight is uint8: an index, int64 [out / 32, in / 32], then the tiles. An entry of the index is the offset of a
 tile (bits 16 and up), its lowest exponent where bf16 has it (bits 7 to 14), and bit 0 for a tile stored as it is.
@@ -55,7 +56,7 @@ PANEL = 32  # outputs of a panel, and inputs of a tile
 FEW_TOKENS = 8 if has_avx512_bf16() and not has_amx() else 4  # of a step, for which a compact weight is read
 SHORT_BYTES, LONG_BYTES = 1536, 2048  # of a tile
 LINE = 64  # bytes of a cache line
-AHEAD_BYTES = 4 * SHORT_BYTES  # from a number to the one that is fetched meanwhile
+TILES_AHEAD = 4  # from a tile to the one that is fetched meanwhile
 ALIGNMENT = 512  # bytes: of the tiles
 _RANGE = 16  # exponents of a short tile
 _EXPONENT, _IS_LONG, _OFFSET_SHIFT = 0x7F80, 1, 16  # in an entry of the index
@@ -200,14 +201,22 @@ def _pointer_intrinsic(kind: types.Type) -> Any:
 _int32_pointer, _short_pointer, _byte_pointer = map(_pointer_intrinsic, (types.int32, types.uint16, types.uint8))
 
 
+@helper
+def first_tile(compact: int, panel: int, num_tiles: int) -> int:
+    """Return the address of a panel's first tile in a compact weight; 0 without one."""
+    if compact == 0:
+        return 0
+    return compact + (pointer(INT64, compact)[panel * num_tiles] >> _OFFSET_SHIFT)
+
+
 def emit_tiles(
-    builder: Any, native: bool, index: Any, data: Any, num_tiles: Any, carried: list[Any], body: Any
+    builder: Any, native: bool, index: Any, data: Any, num_tiles: Any, following: Any, carried: list[Any], body: Any
 ) -> list[Any]:
     """Emit a loop over the tiles of a compact panel; return the values that its last round leaves.
 
     `index`, `data`: addresses of the panel's part of the index and of the compact weight. `body(tile, weights, values)`
     emits a round, where `weights(pair, half)` is the register of an input pair and of a half of the outputs. `native`:
-    the CPU has AVX512BW.
+    the CPU has AVX512BW. `following`: address of the tiles to fetch in the last rounds.
     """
     words, wide = ir.VectorType(I16, 32), vector_type(16)
 
@@ -221,9 +230,16 @@ def emit_tiles(
         base = emit_splat(builder, builder.and_(builder.trunc(entry, I16), ir.Constant(I16, _EXPONENT)), 32)
         table = builder.add(base, ir.Constant(words, [(i % _RANGE) << 7 for i in range(32)]))
 
+        rest = builder.sub(number, builder.sub(num_tiles, ir.Constant(I64, TILES_AHEAD)))
+        fetched = builder.select(
+            builder.icmp_signed("<", rest, ir.Constant(I64, 0)),
+            builder.add(tile, ir.Constant(I64, TILES_AHEAD * SHORT_BYTES)),
+            builder.add(following, builder.mul(rest, ir.Constant(I64, SHORT_BYTES))),
+        )
+
         def prefetch(pair: int, row_bytes: int) -> None:
             for line in range(-(-pair * row_bytes // LINE), -(-(pair + 1) * row_bytes // LINE)):
-                emit_prefetch(builder, tile, LINE * line + AHEAD_BYTES)
+                emit_prefetch(builder, fetched, LINE * line)
 
         def load_bytes(offset: int) -> Any:
             return emit_load(builder, ir.VectorType(I8, 32), tile, offset)

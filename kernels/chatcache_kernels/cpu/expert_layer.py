@@ -122,7 +122,7 @@ def layer_kernel(tiled: bool, native: bool) -> Launch:
                 if tiled:
                     configured = experts.multiply_tiled(native, mine, panel, sums, job.configs, configured)
                 else:
-                    matmul.multiply_pairs(native, mine, 0, mine.num_tokens, panel, sums, panel + 1)
+                    matmul.multiply_panel(native, mine, panel, sums)
             for row in range(end - first):
                 activate_row(native, SILU, 1.0, 0.0, pointer(BFLOAT16, out), pointer(BFLOAT16, hidden), row, job.width)
             mine.x, mine.num_inputs, mine.num_outputs = hidden, job.width, job.num_outputs
@@ -133,7 +133,7 @@ def layer_kernel(tiled: bool, native: bool) -> Launch:
                 if tiled:
                     configured = experts.multiply_tiled(native, mine, panel, sums, job.configs, configured)
                 else:
-                    matmul.multiply_pairs(native, mine, 0, mine.num_tokens, panel, sums, panel + 1)
+                    matmul.multiply_panel(native, mine, panel, sums)
             # in one piece: panels would write a line of each row at a time, and wait for memory
             _copy(out, 0, job.y, first * job.num_outputs, (end - first) * job.num_outputs)
             item = fetch_add(address, 0, 1)

@@ -22,6 +22,7 @@ from torch.nn import functional
 from ..experts import Allocate, ExpertWeights, empty, plain_weights
 from . import int8, int16, matmul
 from .bf16 import CONFIG_BYTES, has_amx, has_avx512_bf16, tile_configure, tile_release
+from .compact import first_tile
 from .int8 import has_avx512_vbmi, quantise
 from .launch import Launch, choose_num_threads, compile_kernel, define_job, helper
 from .matmul import GROUP_TOKENS, LINE_BYTES, PANEL, SCRATCH_FLOATS
@@ -366,7 +367,7 @@ def multiply_tiled(native: bool, job: Any, panel: int, scratch: int, configs: in
     closure, so that it is compiled for AMX only: LLVM cannot generate AMX code for other CPUs, even if never reached.
     """
     if matmul.reads_compact(job):
-        matmul.multiply_pairs(native, job, 0, job.num_tokens, panel, scratch, panel + 1)
+        matmul.multiply_panel(native, job, panel, scratch)
         return configured
     panel_bytes, num_groups = 2 * PANEL * job.num_inputs, (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS
     ahead, num_lines = job.weight + (panel + 1) * panel_bytes, max(1, PANEL // num_groups)
@@ -404,11 +405,19 @@ def _panel_kernel(tiled: bool, native: bool) -> Launch:
         while item < tiles[0] * num_panels:
             tile, panel = divmod(item, num_panels)
             _enter_tile(job, mine, tile, 2, 2)
+            following = fetch_add(address, 0, 1)
             if tiled:
                 configured = multiply_tiled(native, mine, panel, scratch + JOB_BYTES, job.configs, configured)
             else:
-                matmul.multiply_pairs(native, mine, 0, mine.num_tokens, panel, scratch + JOB_BYTES, panel + 1)
-            item = fetch_add(address, 0, 1)
+                after, place = divmod(min(following, tiles[0] * num_panels - 1), num_panels)
+                expert, num_steps = tiles[3 * after + 3], job.num_inputs // PANEL
+                weight = job.weight + expert * job.expert_bytes + place * PANEL * 2 * job.num_inputs
+                compact = job.compact + expert * job.compact_bytes if job.compact != 0 else 0
+                matmul.multiply_pairs(
+                    native, mine, 0, mine.num_tokens, panel, scratch + JOB_BYTES, weight,
+                    first_tile(compact, place, num_steps),
+                )  # fmt: skip
+            item = following
         if tiled:
             release_tiles(configured)
 

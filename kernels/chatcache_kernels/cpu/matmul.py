@@ -49,7 +49,7 @@ from .bf16 import (
     tile_release,
     tile_store,
 )
-from .compact import FEW_TOKENS, emit_tiles
+from .compact import FEW_TOKENS, emit_tiles, first_tile
 from .launch import Launch, choose_num_threads, compile_kernel, define_job, helper
 from .simd import (
     BFLOAT16,
@@ -216,7 +216,7 @@ def _tile_kernel(native: bool) -> Launch:
                 item = fetch_add(address, 0, 1)
                 continue
             if reads_compact(job):
-                multiply_pairs(native, job, 0, job.num_tokens, panel, scratch, panel)
+                multiply_panel(native, job, panel, scratch)
                 item = fetch_add(address, 0, 1)
                 continue
             last = 1 if group == num_groups - 1 else 0
@@ -291,20 +291,38 @@ def _pair_kernel(native: bool) -> Launch:
             following = fetch_add(address, 0, 1)
             panel, group = divmod(item, num_groups)
             token, end = group * GROUP_TOKENS, min((group + 1) * GROUP_TOKENS, job.num_tokens)
-            multiply_pairs(native, job, token, end, panel, sums, min(following // num_groups, num_panels - 1))
+            after = min(following // num_groups, num_panels - 1)
+            ahead, tile = panel_address(job, after), first_tile(job.compact, after, job.num_inputs // PANEL)
+            multiply_pairs(native, job, token, end, panel, sums, ahead, tile)
             item = following
 
     return compile_kernel(kernel)
 
 
 @helper
-def multiply_pairs(native: bool, job: Any, token: int, end: int, panel: int, sums: int, next_panel: int) -> None:
+def multiply_panel(native: bool, job: Any, panel: int, sums: int) -> None:
+    """Multiply all tokens with a panel as `multiply_pairs` does; the next panel of the weight may be fetched."""
+    after = min(panel + 1, job.num_outputs // PANEL - 1)
+    tile = first_tile(job.compact, after, job.num_inputs // PANEL)
+    multiply_pairs(native, job, 0, job.num_tokens, panel, sums, panel_address(job, after), tile)
+
+
+@helper
+def panel_address(job: Any, panel: int) -> int:
+    """Return the address of a panel of the weight."""
+    return int(job.weight + panel * PANEL * 2 * job.num_inputs)
+
+
+@helper
+def multiply_pairs(
+    native: bool, job: Any, token: int, end: int, panel: int, sums: int, next_panel: int, next_tile: int
+) -> None:
     """Multiply the tokens from `token` to `end` with a panel, without AMX; `sums`: address of SCRATCH_FLOATS floats.
 
-    `next_panel` may be fetched meanwhile.
+    `next_panel`, `next_tile`: addresses of the panel and of the first compact tile that are fetched meanwhile.
     """
     stride, steps = 2 * job.num_inputs, job.num_inputs // PANEL
-    weight, ahead = job.weight + panel * PANEL * stride, job.weight + next_panel * PANEL * stride
+    weight = panel_address(job, panel)
     compact, index = job.compact, job.compact + 8 * panel * steps
     if not reads_compact(job):
         compact = 0
@@ -313,25 +331,25 @@ def multiply_pairs(native: bool, job: Any, token: int, end: int, panel: int, sum
         if count >= 8:
             count = 8
             if MANY_COMPACT and compact != 0:
-                dot_tiles(native, 8, x, stride, compact, index, steps, sums)
+                dot_tiles(native, 8, x, stride, compact, index, steps, sums, next_tile)
             else:
-                dot_block(native, 8, x, stride, weight, steps, sums, ahead)
+                dot_block(native, 8, x, stride, weight, steps, sums, next_panel)
         elif count >= 4:
             count = 4
             if compact != 0:
-                dot_tiles(native, 4, x, stride, compact, index, steps, sums)
+                dot_tiles(native, 4, x, stride, compact, index, steps, sums, next_tile)
             else:
-                dot_block(native, 4, x, stride, weight, steps, sums, ahead)
+                dot_block(native, 4, x, stride, weight, steps, sums, next_panel)
         elif count >= 2:
             count = 2
             if compact != 0:
-                dot_tiles(native, 2, x, stride, compact, index, steps, sums)
+                dot_tiles(native, 2, x, stride, compact, index, steps, sums, next_tile)
             else:
-                dot_block(native, 2, x, stride, weight, steps, sums, ahead)
+                dot_block(native, 2, x, stride, weight, steps, sums, next_panel)
         elif compact != 0:
-            dot_tiles(native, 1, x, stride, compact, index, steps, sums)
+            dot_tiles(native, 1, x, stride, compact, index, steps, sums, next_tile)
         else:
-            dot_block(native, 1, x, stride, weight, steps, sums, ahead)
+            dot_block(native, 1, x, stride, weight, steps, sums, next_panel)
         _write_block(native, job, token, count, panel, sums)
         token += count
 
@@ -355,20 +373,22 @@ def _write_block(native: bool, job: Any, token: int, count: int, panel: int, sum
 
 @simd_intrinsic
 def dot_tiles(
-    typing: Any, native: Any, count: Any, x: Any, stride: Any, compact: Any, index: Any, num_steps: Any, sums: Any
-) -> Any:
+    typing: Any, native: Any, count: Any, x: Any, stride: Any, compact: Any, index: Any, num_steps: Any, sums: Any,
+    following: Any,
+) -> Any:  # fmt: skip
     """Multiply tokens as `dot_block` does with a panel of a compact weight.
 
-    `compact`, `index`: addresses of the weight and of this panel's part of its index.
+    `compact`, `index`: addresses of the weight and of this panel's part of its index. `following`: as in `emit_tiles`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         is_native, rows = native.literal_value, range(count.literal_value)
         block = _Block(builder, is_native, rows, range(2), args[2], args[3])
-        block.store(args[7], emit_tiles(builder, is_native, args[5], args[4], args[6], block.starts, block.multiply))
+        tiles = args[5], args[4], args[6], args[8]
+        block.store(args[7], emit_tiles(builder, is_native, *tiles, block.starts, block.multiply))
         return context.get_dummy_value()
 
-    return types.void(native, count, *(types.int64,) * 6), generate
+    return types.void(native, count, *(types.int64,) * 7), generate
 
 
 @simd_intrinsic
