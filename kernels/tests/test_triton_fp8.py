@@ -74,7 +74,7 @@ def test_quantise_rows_of_zeros_and_infinity(triton_device: str) -> None:
     assert float(numbers[1].float()[3] * scales[1]) == pytest.approx(3e38)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("block", [None, 128])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
 @pytest.mark.parametrize("num_rows", [0, 1, 17])
@@ -91,7 +91,7 @@ def test_multiply_few_rows_equals_reference(
         assert not bool(locks.any())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("block", [None, 128])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
 @pytest.mark.parametrize("num_rows", [1, 70, pytest.param(257, marks=pytest.mark.gpu)])

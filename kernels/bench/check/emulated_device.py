@@ -5,9 +5,9 @@
 Tests are selected as on a machine with a GPU, and `cuda` tensors are wrappers around host memory that report the
 device `cuda`. Triton kernels run under the interpreter, which accepts wrappers only: a kernel that gets a tensor in
 host memory raises as a compiled kernel does, and so does a torch operation over tensors of both devices. Tests marked
-`gpu` are not run, because they use streams, graphs or the memory of a real device. Since interpreted kernels are slow,
-a test function runs with two of its cases, for MAX_LAUNCHES launches each; the summary names the kernels that no test
-launched.
+`gpu`, and those that load a whole model (fixture `load`), are not run, because they use streams, graphs or the memory
+of a real device. Since interpreted kernels are slow, a test function runs with two of its cases, for MAX_LAUNCHES
+launches each; the summary names the kernels that no test launched.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests of a real device or of the size of its memory; keep the first and the middle case of others."""
-    dropped = [item for item in items if item.get_closest_marker("gpu") or "over_2_31_elements" in item.name]
+    dropped = [item for item in items if _needs_real_device(item)]
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item not in dropped:
@@ -262,6 +262,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {item for cases in functions.values() for item in (cases[0], cases[len(cases) // 2])}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def _needs_real_device(item: pytest.Item) -> bool:
+    loads_model = "load" in cast("pytest.Function", item).fixturenames
+    return loads_model or item.get_closest_marker("gpu") is not None or "over_2_31_elements" in item.name
 
 
 def list_kernels() -> set[str]:

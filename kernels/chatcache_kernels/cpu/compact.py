@@ -206,7 +206,8 @@ def first_tile(compact: int, panel: int, num_tiles: int) -> int:
     """Return the address of a panel's first tile in a compact weight; 0 without one."""
     if compact == 0:
         return 0
-    return compact + (pointer(INT64, compact)[panel * num_tiles] >> _OFFSET_SHIFT)
+    offset: int = pointer(INT64, compact)[panel * num_tiles] >> _OFFSET_SHIFT
+    return compact + offset
 
 
 def emit_tiles(
