@@ -32,12 +32,16 @@ log = logging.getLogger(__name__)
 def read_run_delay_s(tasks: Path = Path("/proc/self/task")) -> float:
     """Return the seconds that this process's threads were ready but not running; 0 if the system does not count them.
 
-    Source: Linux, Documentation/scheduler/sched-stats.rst.
+    Leaves out threads of a lower priority than the calling one, such as `PagePrefaulter`: that these wait for a core
+    says nothing of other programs. Source: Linux, Documentation/scheduler/sched-stats.rst.
     """
     total_ns = 0
     try:
+        niceness = _niceness(0)
         for task in os.listdir(tasks):
             try:
+                if _niceness(int(task)) > niceness:
+                    continue
                 with open(f"{tasks}/{task}/schedstat", "rb") as file:
                     total_ns += int(file.read().split()[1])
             except (OSError, IndexError, ValueError):  # the thread has ended, or nothing is counted
@@ -45,6 +49,14 @@ def read_run_delay_s(tasks: Path = Path("/proc/self/task")) -> float:
     except OSError:
         return 0.0
     return total_ns / 1e9
+
+
+def _niceness(thread_id: int) -> int:
+    """Return the niceness of a thread, on Linux, where each has its own; 0: of the calling one."""
+    try:
+        return os.getpriority(os.PRIO_PROCESS, thread_id)
+    except OSError:  # it has ended
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,13 +159,16 @@ def test_step_that_raises_is_measured_and_raises() -> None:
         raise ValueError("plan")
 
 
-def test_run_delay_is_the_sum_over_threads(tmp_path: Path) -> None:
+def test_run_delay_is_the_sum_over_threads_of_normal_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (("1", "5 2000000000 7\n"), ("2", "5 500000000 7\n"), ("3", "")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "schedstat").write_text(text)
     (tmp_path / "4").mkdir()  # a thread that has ended
+    monkeypatch.setattr(os, "getpriority", lambda which, thread_id: 0)
     assert read_run_delay_s(tmp_path) == 2.5
     assert read_run_delay_s(tmp_path / "missing") == 0.0
+    monkeypatch.setattr(os, "getpriority", lambda which, thread_id: 19 if thread_id == 2 else 0)
+    assert read_run_delay_s(tmp_path) == 2.0, "without a thread that waits because of its low priority"
 
 
 @pytest.mark.parametrize(("deterministic", "expected"), [(False, (1, 2, 3)), (True, (1, 3))])
