@@ -9,10 +9,11 @@ from serve import folder, num_threads, serve  # type: ignore[import-not-found]  
 
 class Engine:
     def __init__(self) -> None:
-        import torch
+        from chatcache import LLM  # before torch, whose idle threads would spin otherwise
+
+        import torch  # isort: skip
 
         torch.set_num_threads(num_threads())
-        from chatcache import LLM
 
         self.llm = LLM(model=folder(), dtype="bfloat16", kv_memory="2GiB", max_num_seqs=64)
 
