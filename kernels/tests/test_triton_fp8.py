@@ -92,7 +92,7 @@ def test_multiply_few_rows_equals_reference(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("block", [None, 128])
+@pytest.mark.parametrize("block", [128, None])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
 @pytest.mark.parametrize("num_rows", [1, 70, pytest.param(257, marks=pytest.mark.gpu)])
 def test_multiply_equals_reference(
