@@ -342,7 +342,7 @@ def test_steering_input_that_a_killed_gateway_has_accepted_is_answered(
 ) -> None:
     """The worker is suspended meanwhile, so that the first gateway cannot end the response."""
     with gateways(GatewayOnly, long_folder, tmp_path, bus[0]) as both:
-        stream = Stream(both, {})
+        stream = Stream(both, {"max_output_tokens": 8 * MANY_TOKENS})
         url = str(both.first.base_url.join("/v1/responses")).replace("http", "ws")
         protocols: Any = ["chatcache.v1"]
         with connect(url, subprotocols=protocols, compression=None, proxy=None) as socket:
