@@ -18,7 +18,7 @@ import pytest
 from websockets.sync.client import connect
 
 from chatcache.cluster.takeover import records_key
-from tests.cli.servers import GatewayOnly, Worker
+from tests.cli.servers import GatewayOnly, Worker, until_status
 from tests.gateway.frames import receive, send
 from tests.support.redis_servers import RedisServer, redis_server
 
@@ -413,6 +413,7 @@ def test_streams_continue_with_the_other_gateway(
         assert whole[-1]["response"]["usage"]["output_tokens"] == MANY_TOKENS
         assert waiting.result()["usage"]["output_tokens"] == MANY_TOKENS
         body = {"model": both.model, "input": "And?", "previous_response_id": stream.id, "max_output_tokens": 4}
+        until_status(str(both.first.base_url.join("/readyz")), 200)  # it has found the worker again
         assert both.first.post("/v1/responses", json=body).json()["usage"]["output_tokens"] == 4
 
 
