@@ -16,13 +16,13 @@ from openai import APIStatusError, OpenAI
 from openai.types.responses import Response
 from websockets.sync.client import ClientConnection, connect
 
-from tests.cli.conftest import MAX_LONG_LEN
 from tests.cli.servers import GatewayOnly, Worker
 from tests.gateway.frames import Frame, receive, send, until_end
 from tests.support.redis_servers import RedisServer, redis_server
 from tests.support.round_robin import RoundRobin
 
 NUM_EVENTS = 12
+LONG_REPLY = 8000  # tokens
 
 _WITHOUT_PEERS = """
 import sys
@@ -82,7 +82,7 @@ class Clients:
             model=self.model,
             input="Tell me a lot",
             background=True,
-            max_output_tokens=MAX_LONG_LEN - 200,
+            max_output_tokens=LONG_REPLY,
             extra_body={"ignore_eos": True, "seed": 1},
         )
         while not self.retrieve(response.id).output_text:
