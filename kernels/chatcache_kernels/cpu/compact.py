@@ -210,6 +210,16 @@ def first_tile(compact: int, panel: int, num_tiles: int) -> int:
     return compact + offset
 
 
+def _emit_fetched_tile(builder: Any, tile: Any, number: Any, num_tiles: Any, following: Any) -> Any:
+    """Emit the address of the tile to fetch while tile `number` of a panel, at address `tile`, is multiplied."""
+    place = builder.sub(number, builder.sub(num_tiles, ir.Constant(I64, TILES_AHEAD)))  # in the panel that follows
+    return builder.select(
+        builder.icmp_signed("<", place, ir.Constant(I64, 0)),
+        builder.add(tile, ir.Constant(I64, TILES_AHEAD * SHORT_BYTES)),
+        builder.add(following, builder.mul(place, ir.Constant(I64, SHORT_BYTES))),
+    )
+
+
 def emit_tiles(
     builder: Any, native: bool, index: Any, data: Any, num_tiles: Any, following: Any, carried: list[Any], body: Any
 ) -> list[Any]:
@@ -231,12 +241,7 @@ def emit_tiles(
         base = emit_splat(builder, builder.and_(builder.trunc(entry, I16), ir.Constant(I16, _EXPONENT)), 32)
         table = builder.add(base, ir.Constant(words, [(i % _RANGE) << 7 for i in range(32)]))
 
-        rest = builder.sub(number, builder.sub(num_tiles, ir.Constant(I64, TILES_AHEAD)))
-        fetched = builder.select(
-            builder.icmp_signed("<", rest, ir.Constant(I64, 0)),
-            builder.add(tile, ir.Constant(I64, TILES_AHEAD * SHORT_BYTES)),
-            builder.add(following, builder.mul(rest, ir.Constant(I64, SHORT_BYTES))),
-        )
+        fetched = _emit_fetched_tile(builder, tile, number, num_tiles, following)
 
         def prefetch(pair: int, row_bytes: int) -> None:
             for line in range(-(-pair * row_bytes // LINE), -(-(pair + 1) * row_bytes // LINE)):

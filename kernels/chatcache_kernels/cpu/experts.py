@@ -405,19 +405,17 @@ def _panel_kernel(tiled: bool, native: bool) -> Launch:
         while item < tiles[0] * num_panels:
             tile, panel = divmod(item, num_panels)
             _enter_tile(job, mine, tile, 2, 2)
-            following = fetch_add(address, 0, 1)
+            next_item = fetch_add(address, 0, 1)
             if tiled:
                 configured = multiply_tiled(native, mine, panel, scratch + JOB_BYTES, job.configs, configured)
             else:
-                after, place = divmod(min(following, tiles[0] * num_panels - 1), num_panels)
-                expert, num_steps = tiles[3 * after + 3], job.num_inputs // PANEL
-                weight = job.weight + expert * job.expert_bytes + place * PANEL * 2 * job.num_inputs
+                next_tile, next_panel = divmod(min(next_item, tiles[0] * num_panels - 1), num_panels)
+                expert = tiles[3 * next_tile + 3]
+                weight = matmul.panel_address(job.weight + expert * job.expert_bytes, job.num_inputs, next_panel)
                 compact = job.compact + expert * job.compact_bytes if job.compact != 0 else 0
-                matmul.multiply_pairs(
-                    native, mine, 0, mine.num_tokens, panel, scratch + JOB_BYTES, weight,
-                    first_tile(compact, place, num_steps),
-                )  # fmt: skip
-            item = following
+                compact = first_tile(compact, next_panel, job.num_inputs // PANEL)
+                matmul.multiply_pairs(native, mine, 0, mine.num_tokens, panel, scratch + JOB_BYTES, weight, compact)
+            item = next_item
         if tiled:
             release_tiles(configured)
 

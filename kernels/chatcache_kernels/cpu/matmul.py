@@ -8,10 +8,9 @@ prefetches it was a third of that (Zen 4, one thread, one token). For up to FEW_
 weight is read, if there is one. An item is one panel for up to 32 tokens. Ways to multiply, best first: AMX tiles,
 pairs by AVX512-BF16, pairs widened to float32. In the last two a token's sum does not depend on other tokens.
 
-With 8 tokens or more, AVX512-BF16 computes for as long as the memory takes, and the hardware's prefetcher, which starts
-anew with each panel, does not run far enough ahead to do both at once. So a thread takes its next item early and
-fetches that panel meanwhile (Zen 5, all products of the SmolLM2-135M shape on two threads: 16 tokens from 11.6 to 9.3
-ms, 32 from 15.8 to 12.7, 64 from 26.3 to 22.6).
+With 8 tokens or more, AVX512-BF16 takes about as long to compute as the memory to deliver a panel, and the CPU did one
+after the other. So a thread takes its next item early and fetches that panel meanwhile (Zen 5, all products of the
+SmolLM2-135M shape on two threads: 16 tokens from 11.6 to 9.3 ms, 32 from 15.8 to 12.7, 64 from 25.9 to 22.6).
 
 Without bf16 products, with AVX2, the kernel takes 0.9 to 1.3 times as long as a float32 product of oneDNN from 64
 tokens on, and half as long for one token.
@@ -77,8 +76,8 @@ PANEL = 32  # outputs of an item, and inputs of a step
 GROUP_TOKENS = 2 * TILE_ROWS  # tokens of an item
 LINE_BYTES = 64
 SCRATCH_FLOATS = 4 * TILE_BYTES // 4  # per thread
-NUM_SUMS = 16  # registers of the largest block
-MANY_COMPACT = FEW_TOKENS >= 8  # in one block of 8 tokens
+BLOCK_TOKENS = 8  # multiplied at once, at most, without AMX
+HAS_COMPACT_BLOCKS = FEW_TOKENS >= BLOCK_TOKENS  # whether a compact weight is read for so many
 BLOCK_BYTES, MIN_BLOCK_GROUPS = 1 << 20, 4  # of tokens that stay in a core's cache while all panels are read
 
 WEIGHT_JOB, _PACK_WEIGHT = define_job("weight out num_inputs num_outputs")
@@ -288,13 +287,14 @@ def _pair_kernel(native: bool) -> Launch:
         item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
         sums = job.scratch + thread * SCRATCH_FLOATS * 4
         while item < num_panels * num_groups:
-            following = fetch_add(address, 0, 1)
+            next_item = fetch_add(address, 0, 1)
             panel, group = divmod(item, num_groups)
             token, end = group * GROUP_TOKENS, min((group + 1) * GROUP_TOKENS, job.num_tokens)
-            after = min(following // num_groups, num_panels - 1)
-            ahead, tile = panel_address(job, after), first_tile(job.compact, after, job.num_inputs // PANEL)
-            multiply_pairs(native, job, token, end, panel, sums, ahead, tile)
-            item = following
+            next_panel = min(next_item // num_groups, num_panels - 1)
+            next_weight = panel_address(job.weight, job.num_inputs, next_panel)
+            next_tile = first_tile(job.compact, next_panel, job.num_inputs // PANEL)
+            multiply_pairs(native, job, token, end, panel, sums, next_weight, next_tile)
+            item = next_item
 
     return compile_kernel(kernel)
 
@@ -302,27 +302,28 @@ def _pair_kernel(native: bool) -> Launch:
 @helper
 def multiply_panel(native: bool, job: Any, panel: int, sums: int) -> None:
     """Multiply all tokens with a panel as `multiply_pairs` does; the next panel of the weight may be fetched."""
-    after = min(panel + 1, job.num_outputs // PANEL - 1)
-    tile = first_tile(job.compact, after, job.num_inputs // PANEL)
-    multiply_pairs(native, job, 0, job.num_tokens, panel, sums, panel_address(job, after), tile)
+    next_panel = min(panel + 1, job.num_outputs // PANEL - 1)
+    next_weight = panel_address(job.weight, job.num_inputs, next_panel)
+    next_tile = first_tile(job.compact, next_panel, job.num_inputs // PANEL)
+    multiply_pairs(native, job, 0, job.num_tokens, panel, sums, next_weight, next_tile)
 
 
 @helper
-def panel_address(job: Any, panel: int) -> int:
-    """Return the address of a panel of the weight."""
-    return int(job.weight + panel * PANEL * 2 * job.num_inputs)
+def panel_address(weight: int, num_inputs: int, panel: int) -> int:
+    """Return the address of a panel of a weight."""
+    return weight + panel * PANEL * 2 * num_inputs
 
 
 @helper
 def multiply_pairs(
-    native: bool, job: Any, token: int, end: int, panel: int, sums: int, next_panel: int, next_tile: int
+    native: bool, job: Any, token: int, end: int, panel: int, sums: int, next_weight: int, next_tile: int
 ) -> None:
     """Multiply the tokens from `token` to `end` with a panel, without AMX; `sums`: address of SCRATCH_FLOATS floats.
 
-    `next_panel`, `next_tile`: addresses of the panel and of the first compact tile that are fetched meanwhile.
+    `next_weight`, `next_tile`: addresses of the panel and of the first compact tile that are fetched meanwhile.
     """
     stride, steps = 2 * job.num_inputs, job.num_inputs // PANEL
-    weight = panel_address(job, panel)
+    weight = panel_address(job.weight, job.num_inputs, panel)
     compact, index = job.compact, job.compact + 8 * panel * steps
     if not reads_compact(job):
         compact = 0
@@ -330,26 +331,26 @@ def multiply_pairs(
         count, x = end - token, job.x + token * stride
         if count >= 8:
             count = 8
-            if MANY_COMPACT and compact != 0:
+            if HAS_COMPACT_BLOCKS and compact != 0:
                 dot_tiles(native, 8, x, stride, compact, index, steps, sums, next_tile)
             else:
-                dot_block(native, 8, x, stride, weight, steps, sums, next_panel)
+                dot_block(native, 8, x, stride, weight, steps, sums, next_weight)
         elif count >= 4:
             count = 4
             if compact != 0:
                 dot_tiles(native, 4, x, stride, compact, index, steps, sums, next_tile)
             else:
-                dot_block(native, 4, x, stride, weight, steps, sums, next_panel)
+                dot_block(native, 4, x, stride, weight, steps, sums, next_weight)
         elif count >= 2:
             count = 2
             if compact != 0:
                 dot_tiles(native, 2, x, stride, compact, index, steps, sums, next_tile)
             else:
-                dot_block(native, 2, x, stride, weight, steps, sums, next_panel)
+                dot_block(native, 2, x, stride, weight, steps, sums, next_weight)
         elif compact != 0:
             dot_tiles(native, 1, x, stride, compact, index, steps, sums, next_tile)
         else:
-            dot_block(native, 1, x, stride, weight, steps, sums, next_panel)
+            dot_block(native, 1, x, stride, weight, steps, sums, next_weight)
         _write_block(native, job, token, count, panel, sums)
         token += count
 
@@ -398,7 +399,7 @@ def dot_block(
     """Multiply `count` (a literal) tokens with a panel; write the sums [count, 32] float32.
 
     `x`, `weight`, `sums`: addresses; `stride`: bytes from one token to the next. There is at least one step of 32
-    inputs. `native`: as in `dot_pairs`. `ahead`: address of a panel that is fetched while many tokens are multiplied.
+    inputs. `native`: as in `dot_pairs`. `ahead`: address of a panel that is fetched while BLOCK_TOKENS are multiplied.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -411,7 +412,7 @@ def dot_block(
                 panel, fetched = builder.add(args[4], start), builder.add(args[7], start)
 
                 def load_weights(pair: int, half: int) -> Any:
-                    if is_native and len(block.starts) == NUM_SUMS:
+                    if is_native and count.literal_value == BLOCK_TOKENS:
                         emit_prefetch(builder, fetched, 128 * pair + 64 * half)
                     return emit_load(builder, wide, panel, 128 * pair + 64 * half)
 
