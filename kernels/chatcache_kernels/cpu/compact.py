@@ -4,12 +4,14 @@ Such a step is limited by reading the weights. A bf16 number is a sign, 8 bits o
 exponents of a tile of 32 outputs x 32 inputs are nearly always 16 neighbours: the numbers of such a tile are stored
 with 4 bits of exponent above the tile's lowest, and become bf16 again in the registers. A tile with a smaller exponent
 (of Gaussian weights 1 in 15, and any with a zero) is stored as it is. For more than FEW_TOKENS tokens, computing bf16
-numbers anew takes longer than reading them (Zen 5: 8 tokens take 0.85 of the time, 16 about the same), so this is a
-second copy of a weight, next to the panels of `matmul`, and has the same order: panels of 32 outputs; in a panel tiles
-of 32 inputs; in a tile 2 inputs at a time, as two registers of (16 outputs, input pair).
+numbers anew takes as long as reading them (Zen 5: 8 tokens take 0.7 of the time, 16 take 0.95, 32 about the same), so
+this is a second copy of a weight, next to the panels of `matmul`, and has the same order: panels of 32 outputs; in a
+panel tiles of 32 inputs; in a tile 2 inputs at a time, as two registers of (16 outputs, input pair).
 
     stored as it is   16 x [2 halves, 16 outputs, 2 inputs] numbers of 16 bits
-    short             16 x ([2, 16, 2] signs and fractions of 8 bits, [16, 2] exponents: low 4 bits half 0, high half 1)
+    short             8 x [3, 16 outputs, 2 inputs] words of 16 bits, for two input pairs: first the exponents of both,
+                      bits 0-3 of the first pair in half 0, 4-7 in half 1, 8-11 and 12-15 of the second pair; then the
+                      signs and fractions of each, bits 15 and 0-6 in half 0, 7 and 8-14 in half 1
 
 Computing a tile takes so many instructions that the CPU does not get to the loads of the next ones meanwhile, and the
 hardware's prefetcher does not run far enough ahead of them: each round also fetches a tile further on, and the last
@@ -24,6 +26,7 @@ Compression for Efficient GPU Inference via Dynamic-Length Float" (2025), who us
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -37,7 +40,6 @@ from ..experts import Allocate, empty
 from .bf16 import has_amx, has_avx512_bf16
 from .launch import Launch, choose_num_threads, compile_kernel, define_job, helper
 from .simd import (
-    I8,
     I16,
     I64,
     INT64,
@@ -53,13 +55,20 @@ from .simd import (
 )
 
 PANEL = 32  # outputs of a panel, and inputs of a tile
-FEW_TOKENS = 8 if has_avx512_bf16() and not has_amx() else 4  # of a step, for which a compact weight is read
+FEW_TOKENS = 16 if has_avx512_bf16() and not has_amx() else 4  # of a step, for which a compact weight is read
 SHORT_BYTES, LONG_BYTES = 1536, 2048  # of a tile
 LINE = 64  # bytes of a cache line
 TILES_AHEAD = 4  # from a tile to the one that is fetched meanwhile
+CACHE_LEVEL = 2 if has_amx() else 1  # into which they are fetched
 ALIGNMENT = 512  # bytes: of the tiles
 _RANGE = 16  # exponents of a short tile
 _EXPONENT, _IS_LONG, _OFFSET_SHIFT = 0x7F80, 1, 16  # in an entry of the index
+
+Registers = Callable[[int, int], Any]
+"""registers(pair, half) emits the register of an input pair and of a half of the outputs."""
+
+Body = Callable[[Any, Registers, list[Any]], list[Any]]
+"""body(tile, registers, values) emits a round of `emit_tiles`, and returns the values after it."""
 
 _PACK_JOB, _PACK = define_job("weight out num_inputs num_outputs")
 
@@ -110,10 +119,11 @@ def restore(compact: Tensor, num_outputs: int, num_inputs: int) -> Tensor:
         if entry & _IS_LONG:
             bits = compact[at : at + LONG_BYTES].view(torch.int16).to(torch.int32).view(16, 2, 32)
         else:
-            rows = compact[at : at + SHORT_BYTES].view(16, 96).to(torch.int32)
-            exponents = torch.stack((rows[:, 64:] & 15, rows[:, 64:] >> 4), 1) + ((entry & _EXPONENT) >> 7)
-            signs = rows[:, :64].view(16, 2, 32)
-            bits = (signs & 0x80) << 8 | exponents << 7 | signs & 0x7F
+            words = compact[at : at + SHORT_BYTES].view(torch.int16).view(8, 3, 1, 32).to(torch.int32) & 0xFFFF
+            codes, fractions = words[:, :1], torch.cat((words[:, 1:], words[:, 1:] << 8 | words[:, 1:] >> 8), 2)
+            shifts = torch.tensor([[0, 4], [8, 12]]).view(1, 2, 2, 1)
+            exponents = (codes >> shifts & 15) + ((entry & _EXPONENT) >> 7)
+            bits = (fractions & 0x807F | exponents << 7).view(16, 2, 32)
         out[panel, tile] = bits.to(torch.int16).view(torch.bfloat16).view(16, 2, 16, 2)
     return out.permute(0, 3, 4, 1, 2, 5).reshape(num_outputs, num_inputs)
 
@@ -173,16 +183,19 @@ def _write_tile(source: int, stride: int, target: int, entry: int) -> None:
             for pair in range(16):
                 words[pair, row] = pairs[pair]
         return
-    out, base = carray(_byte_pointer(target), (16, 96)), (entry & _EXPONENT) >> 7
+    out, base = carray(_short_pointer(target), (8, 3, PANEL)), (entry & _EXPONENT) >> 7
     for row in range(16):
         low = carray(_short_pointer(source + row * stride), PANEL)
         high = carray(_short_pointer(source + (row + 16) * stride), PANEL)
         for pair in range(16):
             for side in range(2):
                 a, b, place = low[2 * pair + side], high[2 * pair + side], 2 * row + side
-                out[pair, place] = (a >> 8) & 0x80 | a & 0x7F
-                out[pair, 32 + place] = (b >> 8) & 0x80 | b & 0x7F
-                out[pair, 64 + place] = ((a >> 7) & 0xFF) - base | (((b >> 7) & 0xFF) - base) << 4
+                codes = ((a >> 7) & 0xFF) - base | (((b >> 7) & 0xFF) - base) << 4
+                if pair % 2 == 0:
+                    out[pair // 2, 0, place] = codes
+                else:
+                    out[pair // 2, 0, place] |= codes << 8
+                out[pair // 2, 1 + pair % 2, place] = a & 0x807F | (b & 0x7F) << 8 | (b & 0x8000) >> 8
 
 
 def _pointer_intrinsic(kind: types.Type) -> Any:
@@ -198,7 +211,7 @@ def _pointer_intrinsic(kind: types.Type) -> Any:
     return simd_intrinsic(typed)
 
 
-_int32_pointer, _short_pointer, _byte_pointer = map(_pointer_intrinsic, (types.int32, types.uint16, types.uint8))
+_int32_pointer, _short_pointer = map(_pointer_intrinsic, (types.int32, types.uint16))
 
 
 @helper
@@ -221,69 +234,88 @@ def _emit_fetched_tile(builder: Any, tile: Any, number: Any, num_tiles: Any, fol
 
 
 def emit_tiles(
-    builder: Any, native: bool, index: Any, data: Any, num_tiles: Any, following: Any, carried: list[Any], body: Any
+    builder: Any, native: bool, index: Any, data: Any, num_tiles: Any, following: Any, starts: list[Any], body: Body
 ) -> list[Any]:
     """Emit a loop over the tiles of a compact panel; return the values that its last round leaves.
 
-    `index`, `data`: addresses of the panel's part of the index and of the compact weight. `body(tile, weights, values)`
-    emits a round, where `weights(pair, half)` is the register of an input pair and of a half of the outputs. `native`:
-    the CPU has AVX512BW. `following`: address of the tiles to fetch in the last rounds.
+    `index`, `data`: addresses of the panel's part of the index and of the compact weight. `starts`: the values before
+    the first round. `native`: the CPU has AVX512BW. `following`: address of the tiles to fetch in the last rounds.
     """
-    words, wide = ir.VectorType(I16, 32), vector_type(16)
-
-    def constant(value: int) -> ir.Constant:
-        return ir.Constant(words, [value] * 32)
 
     def emit_round(number: Any, values: list[Any]) -> list[Any]:
         entry = emit_load(builder, I64, builder.add(index, builder.mul(number, ir.Constant(I64, 8))))
         tile = builder.add(data, builder.ashr(entry, ir.Constant(I64, _OFFSET_SHIFT)))
-        is_long = builder.trunc(entry, ir.IntType(1))
-        base = emit_splat(builder, builder.and_(builder.trunc(entry, I16), ir.Constant(I16, _EXPONENT)), 32)
-        table = builder.add(base, ir.Constant(words, [(i % _RANGE) << 7 for i in range(32)]))
-
         fetched = _emit_fetched_tile(builder, tile, number, num_tiles, following)
+        weights = _TileWeights(builder, native, entry, tile, fetched)
+        return weights.emit_either(lambda registers: body(number, registers, list(values)))
 
-        def prefetch(pair: int, row_bytes: int) -> None:
-            for line in range(-(-pair * row_bytes // LINE), -(-(pair + 1) * row_bytes // LINE)):
-                emit_prefetch(builder, fetched, LINE * line)
+    return emit_loop(builder, num_tiles, starts, emit_round)
 
-        def load_bytes(offset: int) -> Any:
-            return emit_load(builder, ir.VectorType(I8, 32), tile, offset)
 
-        def exponents(codes: Any, half: int) -> Any:
-            codes = codes if half == 0 else builder.lshr(codes, constant(4))
-            if native:  # the table has every exponent twice, because bit 4 of an index may be set
-                return emit_call(builder, "llvm.x86.avx512.permvar.hi.512", words, table, codes)
-            return builder.add(builder.shl(builder.and_(codes, constant(_RANGE - 1)), constant(7)), base)
+class _TileWeights:
+    """Emits the weights of a tile as registers of bf16 numbers, and the prefetches of another tile."""
 
-        def short(pair: int, half: int) -> Any:
-            if half == 0:
-                prefetch(pair, SHORT_BYTES // 16)
-            codes = builder.zext(load_bytes(96 * pair + 64), words)
-            fractions = builder.and_(builder.sext(load_bytes(96 * pair + 32 * half), words), constant(0x807F))
-            return builder.bitcast(builder.or_(fractions, exponents(codes, half)), wide)
+    def __init__(self, builder: Any, native: bool, entry: Any, tile: Any, fetched: Any) -> None:
+        self._builder, self._native, self._tile, self._fetched = builder, native, tile, fetched
+        self._words = ir.VectorType(I16, 32)
+        self._loaded: dict[int, Any] = {}
+        self._is_long = builder.trunc(entry, ir.IntType(1))
+        base = builder.and_(builder.trunc(entry, I16), ir.Constant(I16, _EXPONENT))
+        self._base = emit_splat(builder, base, 32)
+        self._table = builder.add(self._base, ir.Constant(self._words, [(i % _RANGE) << 7 for i in range(32)]))
 
-        def long(pair: int, half: int) -> Any:
-            if half == 0:
-                prefetch(pair, LONG_BYTES // 16)
-            return emit_load(builder, wide, tile, 128 * pair + 64 * half)
-
-        results, done = [], builder.append_basic_block("tile")
-        for weights, block in zip((long, short), map(builder.append_basic_block, ("long", "short")), strict=True):
-            results.append((weights, block))
-        builder.cbranch(is_long, results[0][1], results[1][1])
+    def emit_either(self, body: Callable[[Registers], list[Any]]) -> list[Any]:
+        """Emit `body(registers)` for tiles stored as they are and for short ones; return the values it leaves."""
+        builder, kinds = self._builder, (self._long, self._short)
+        blocks, done = [builder.append_basic_block("weights") for _ in kinds], builder.append_basic_block("tile")
+        builder.cbranch(self._is_long, *blocks)
         incoming = []
-        for weights, block in results:
+        for registers, block in zip(kinds, blocks, strict=True):
             builder.position_at_end(block)
-            incoming.append((body(number, weights, list(values)), builder.block))
+            incoming.append((body(registers), builder.block))
             builder.branch(done)
         builder.position_at_end(done)
         after = []
-        for place, value in enumerate(values):
+        for place, value in enumerate(incoming[0][0]):
             phi = builder.phi(value.type)
             for found, block in incoming:
                 phi.add_incoming(found[place], block)
             after.append(phi)
         return after
 
-    return emit_loop(builder, num_tiles, carried, emit_round)
+    def _long(self, pair: int, half: int) -> Any:
+        if half == 0:
+            self._prefetch(pair, LONG_BYTES // 16)
+        return emit_load(self._builder, vector_type(16), self._tile, 128 * pair + 64 * half)
+
+    def _short(self, pair: int, half: int) -> Any:
+        builder = self._builder
+        if half == 0:
+            self._prefetch(pair, SHORT_BYTES // 16)
+        group, side = divmod(pair, 2)
+        codes, fractions = self._load(3 * group), self._load(3 * group + 1 + side)
+        if side or half:
+            codes = builder.lshr(codes, self._constant(8 * side + 4 * half))
+        if half:  # exchange the bytes
+            fractions = emit_call(builder, "llvm.fshl.v32i16", self._words, fractions, fractions, self._constant(8))
+        fractions = builder.and_(fractions, self._constant(0x807F))
+        return builder.bitcast(builder.or_(fractions, self._exponents(codes)), vector_type(16))
+
+    def _load(self, line: int) -> Any:
+        if line not in self._loaded:
+            self._loaded[line] = emit_load(self._builder, self._words, self._tile, LINE * line)
+        return self._loaded[line]
+
+    def _exponents(self, codes: Any) -> Any:
+        builder = self._builder
+        if self._native:  # the table has every exponent twice, because bit 4 of an index may be set
+            return emit_call(builder, "llvm.x86.avx512.permvar.hi.512", self._words, self._table, codes)
+        low = builder.and_(codes, self._constant(_RANGE - 1))
+        return builder.add(builder.shl(low, self._constant(7)), self._base)
+
+    def _prefetch(self, pair: int, row_bytes: int) -> None:
+        for line in range(-(-pair * row_bytes // LINE), -(-(pair + 1) * row_bytes // LINE)):
+            emit_prefetch(self._builder, self._fetched, LINE * line, CACHE_LEVEL)
+
+    def _constant(self, value: int) -> ir.Constant:
+        return ir.Constant(self._words, [value] * 32)

@@ -413,7 +413,7 @@ def dot_block(
 
                 def load_weights(pair: int, half: int) -> Any:
                     if is_native and count.literal_value == BLOCK_TOKENS:
-                        emit_prefetch(builder, fetched, 128 * pair + 64 * half)
+                        emit_prefetch(builder, fetched, 128 * pair + 64 * half, 2)
                     return emit_load(builder, wide, panel, 128 * pair + 64 * half)
 
                 return block.multiply(step, load_weights, totals)

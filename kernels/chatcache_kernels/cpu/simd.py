@@ -66,14 +66,14 @@ def emit_load(builder: Any, kind: ir.Type, address: Any, offset: int = 0) -> Any
     return builder.load(place, align=1, typ=kind)
 
 
-def emit_prefetch(builder: Any, address: Any, offset: int) -> None:
-    """Emit a request for the cache line at an integer address plus `offset` bytes, into the second-level cache.
+def emit_prefetch(builder: Any, address: Any, offset: int, level: int) -> None:
+    """Emit a request for the cache line at an integer address plus `offset` bytes, into the cache of a level (1-3).
 
     The address need not be valid.
     """
     place = builder.inttoptr(builder.add(address, ir.Constant(I64, offset)), I8.as_pointer())
-    read, second_level, is_data = (ir.Constant(I32, number) for number in (0, 2, 1))
-    emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), place, read, second_level, is_data)
+    read, locality, is_data = (ir.Constant(I32, number) for number in (0, 4 - level, 1))
+    emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), place, read, locality, is_data)
 
 
 def emit_loop(builder: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
