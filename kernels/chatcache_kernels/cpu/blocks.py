@@ -189,6 +189,7 @@ class BlockDecoder:
         self._steps: tuple[list[tuple[_Group, int]], ...] = ([], [])  # with each of the two attention kernels
         self._held: list[Tensor] = []  # buffers
         self.chosen: list[Tensor] = []  # experts of the tokens in each layer with experts, [MAX_TOKENS * num_chosen]
+        self._num_tokens = 0  # of the previous step
         self._width = weights.norm.shape[0]
         self._x, self._h, self._y = (self._buffer(self._width) for _ in range(3))
         self._build()
@@ -214,10 +215,8 @@ class BlockDecoder:
             listed = shared_fields(batch, batch.work, self._pages, num_heads, threads)
         has_work = batch.work is not None
         self._attend[has_work].calls.set(**listed.fields)
-        for group in self._groups.values():
-            group.set_tokens(num_tokens)
-        configs = matmul.tile_configs(num_tokens)
-        self._linear.calls.set(configs=configs.data_ptr())
+        if num_tokens != self._num_tokens:
+            self._set_tokens(num_tokens)
         self._rope.calls.set(slots=batch.slots.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr())
         if slots is not None:
             fields = {"slots": slots.data_ptr(), "offsets": batch.offsets.data_ptr(), "num_rows": len(slots)}
@@ -225,6 +224,13 @@ class BlockDecoder:
                 group.calls.set(**fields)
         self._queues[has_work].run(threads)
         return self._h[: x.numel()].view(x.shape).clone()
+
+    def _set_tokens(self, num_tokens: int) -> None:
+        """Set how many tokens each kernel call computes."""
+        self._num_tokens = num_tokens
+        for group in self._groups.values():
+            group.set_tokens(num_tokens)
+        self._linear.calls.set(configs=matmul.tile_configs(num_tokens).data_ptr())
 
     def _build(self) -> None:
         """Fill the kernel arguments that do not change between steps, in the order of the calls."""

@@ -123,6 +123,7 @@ class MegakernelDecoder:
         self._num_threads = torch.get_num_threads()
         self._few = max(1, MAX_DECODE_QUERIES * pages.num_kv_heads // weights.num_heads)
         self._buffers = _Buffers.of(weights, pages, self.max_tokens)
+        self._counts = (0, 0, 0)  # tokens, logits and picked tokens of the previous step
         self._build()
 
     def can_run(self, batch: AttentionBatch, num_tokens: int) -> bool:
@@ -167,19 +168,25 @@ class MegakernelDecoder:
         self._embed.set(rows=tokens.data_ptr(), num_rows=len(tokens))
         self._turn.set(rows=positions.data_ptr(), num_rows=len(tokens))
         self._pick.set(rows=picked.data_ptr(), num_rows=len(picked))
-        for jobs, name, every in self._counted:
-            num_last = num_logits if jobs is self._head else len(picked)
-            counts = np.full(len(jobs.records), len(tokens))
-            counts[len(counts) - every :] = num_last
-            jobs.set(**{name: counts})
-            if "configs" in (jobs.records.dtype.names or ()):  # of AMX
-                configs = matmul.tile_configs(len(tokens)), matmul.tile_configs(num_last)
-                jobs.set(
-                    configs=np.where(np.arange(len(counts)) < len(counts) - every, *(c.data_ptr() for c in configs))
-                )
+        if (len(tokens), num_logits, len(picked)) != self._counts:  # usually as many as in the previous step
+            self._set_counts(len(tokens), num_logits, len(picked))
         self._head.set(out=logits.data_ptr())
         program.run(threads)
         return logits
+
+    def _set_counts(self, num_tokens: int, num_logits: int, num_picked: int) -> None:
+        """Set how many tokens each kernel call computes."""
+        self._counts = num_tokens, num_logits, num_picked
+        for jobs, name, every in self._counted:
+            num_last = num_logits if jobs is self._head else num_picked
+            counts = np.full(len(jobs.records), num_tokens)
+            counts[len(counts) - every :] = num_last
+            jobs.set(**{name: counts})
+            if "configs" in (jobs.records.dtype.names or ()):  # of AMX
+                configs = matmul.tile_configs(num_tokens), matmul.tile_configs(num_last)
+                jobs.set(
+                    configs=np.where(np.arange(len(counts)) < len(counts) - every, *(c.data_ptr() for c in configs))
+                )
 
     def _build(self) -> None:
         """Fill the kernel arguments that do not change between steps, and build the call queues."""
