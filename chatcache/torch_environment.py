@@ -8,6 +8,10 @@ core busy: for milliseconds with libgomp (300,000 polls), for 200 ms with the ru
 program needs a core, a thread that spins keeps it from the thread that the others wait for: with one busy program next
 to two threads, generation falls to a third and burns four times the CPU time.
 
+Huge pages: a step of a long prompt writes tensors of many megabytes, and with pages of 4 KiB the CPU looks up the
+address of nearly every row. With huge pages for large tensors prompts are computed 2 to 6 % faster (Zen 5, 2,048
+tokens).
+
 CUDA: steps allocate tensors of ever different sizes from the few percent of memory that the KV pages leave. With
 expandable segments torch maps more memory at the end of a segment instead of allocating segments of fixed sizes that
 fragment. torch ignores the setting where the driver cannot map memory.
@@ -33,6 +37,7 @@ SPIN_DEFAULTS = {
 }
 DEFAULTS = {
     **SPIN_DEFAULTS,
+    "THP_MEM_ALLOC_ENABLE": ("1", {"THP_MEM_ALLOC_ENABLE"}),
     "PYTORCH_ALLOC_CONF": (ALLOCATOR, {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}),
 }
 """Variable -> value, and the variables that replace it if the user has set one of them."""

@@ -13,11 +13,12 @@ from chatcache import torch_environment
 
 VARIABLES = (
     *("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY", "OMP_WAIT_POLICY"),
-    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE"),
 )
 SPIN = {"GOMP_SPINCOUNT": torch_environment.SPIN_COUNT}
 BLOCK = {"KMP_BLOCKTIME": torch_environment.BLOCK_TIME_MS}
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": torch_environment.ALLOCATOR}
+HUGE = {"THP_MEM_ALLOC_ENABLE": "1"}
 ENTRIES = {
     "llm": "from chatcache import LLM",
     "llm_module": "from chatcache.llm.llm import LLM",
@@ -49,12 +50,13 @@ def test_entry_sets_the_spin_count_before_openmp_is_loaded(entry: str) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, {**SPIN, **BLOCK, **ALLOCATOR}),
-        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7", **BLOCK, **ALLOCATOR}),
-        ({"KMP_BLOCKTIME": "7"}, {**SPIN, "KMP_BLOCKTIME": "7", **ALLOCATOR}),
-        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active", **ALLOCATOR}),
-        ({"PYTORCH_ALLOC_CONF": ""}, {**SPIN, **BLOCK, "PYTORCH_ALLOC_CONF": ""}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {**SPIN, **BLOCK, "PYTORCH_CUDA_ALLOC_CONF": "a:1"}),
+        ({}, {**SPIN, **BLOCK, **ALLOCATOR, **HUGE}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7", **BLOCK, **ALLOCATOR, **HUGE}),
+        ({"KMP_BLOCKTIME": "7"}, {**SPIN, "KMP_BLOCKTIME": "7", **ALLOCATOR, **HUGE}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active", **ALLOCATOR, **HUGE}),
+        ({"PYTORCH_ALLOC_CONF": ""}, {**SPIN, **BLOCK, "PYTORCH_ALLOC_CONF": "", **HUGE}),
+        ({"THP_MEM_ALLOC_ENABLE": "0"}, {**SPIN, **BLOCK, **ALLOCATOR, "THP_MEM_ALLOC_ENABLE": "0"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {**SPIN, **BLOCK, "PYTORCH_CUDA_ALLOC_CONF": "a:1", **HUGE}),
     ],
     ids=str,
 )
