@@ -6,7 +6,9 @@ A snapshot is worth its slot where another request can start on it:
                the last NUM_LAST_MARKS, where the next or a repeated turn begins
     divergence where the cached pages of a prompt end, if that is at least a page after the snapshot that it starts on:
                the prompts that share those tokens may be many, as with examples before the question
-    boundary   the last page boundary of a prompt, if no mark is after it: the same prompt may come again
+    boundary   the last page boundary of a prompt, if it is half an interval or more after the snapshots before it and
+               no mark is after it: the same prompt may come again. The rest of the prompt then takes a step of its own,
+               which costs as much as dozens of prompt tokens, on a GPU hundreds
     interval   multiples of `StatePool.interval` tokens, in prompts and in replies, for forks inside a message
 
 A fork shares the state of its source as it is. So a branch that others wait to be forked from stops exactly at the
@@ -43,15 +45,17 @@ def add_divergence(request: LiveRequest, match: PrefixMatch, page_size: int) -> 
         request.marks = sorted([*request.marks, end])
 
 
-def prompt_positions(request: LiveRequest, page_size: int) -> list[int]:
-    """Return the numbers of prompt tokens after which a snapshot is taken."""
+def prompt_positions(states: StatePool, request: LiveRequest, page_size: int) -> list[int]:
+    """Return the numbers of prompt tokens after which a snapshot is taken, without those at intervals."""
     boundary = (request.num_prompt_tokens - 1) // page_size * page_size
-    return [*request.marks] if request.marks and request.marks[-1] >= boundary else [*request.marks, boundary]
+    before = max((boundary // states.interval * states.interval, *request.marks[-1:]))
+    is_far = boundary - before >= states.interval // 2
+    return [*request.marks, boundary] if is_far else [*request.marks]
 
 
 def is_snapshot_position(states: StatePool, branch: Branch, num_tokens: int, page_size: int) -> bool:
     """Return whether a snapshot of a branch is taken after its first `num_tokens` tokens."""
-    return not num_tokens % states.interval or num_tokens in prompt_positions(branch.request, page_size)
+    return not num_tokens % states.interval or num_tokens in prompt_positions(states, branch.request, page_size)
 
 
 def cut_at_snapshots(
@@ -71,7 +75,7 @@ def _num_tokens_to_stop(states: StatePool, branch: Branch, num_tokens: int, page
     if num_tokens == 1 or branch.table is None:
         return num_tokens
     start = branch.table.num_tokens
-    stops = [(start // states.interval + 1) * states.interval, *prompt_positions(branch.request, page_size)]
+    stops = [(start // states.interval + 1) * states.interval, *prompt_positions(states, branch.request, page_size)]
     stops += fork_positions(branch)
     return min([start + num_tokens, *(stop for stop in stops if stop > start)]) - start
 

@@ -28,7 +28,10 @@ def hybrid(num_pages: int = 256, crashes: frozenset[int] = frozenset(), **settin
     capacity = fake_capacity(num_pages, 4, num_host_pages=num_host_pages, num_states=17, num_host_states=16)
     runner = Crashing(capacity, VOCAB, eos=None)
     runner.crashes = crashes
-    return engine(runner, **settings)
+    eng = engine(runner, **settings)
+    assert eng.scheduler.kv.states is not None
+    eng.scheduler.kv.states.interval = 32  # a snapshot at the last page boundary of PROMPT
+    return eng
 
 
 def steps(eng: Engine, count: int) -> None:
