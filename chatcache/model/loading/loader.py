@@ -607,7 +607,11 @@ def choose_module_linear(
         return Int8LinearFactory()
     if device.type != "cpu" or config.attention_backend not in ("auto", "cpu") or dtype != torch.bfloat16:
         return fast_linear
-    return PanelLinearFactory(has_compact=can_keep_compact(weight_bytes, free_host_bytes()))
+    from chatcache_kernels.cpu.bf16 import has_bf16_products
+
+    free_bytes = free_host_bytes()
+    has_onednn = can_keep_both_layouts(weight_bytes, free_bytes) and has_bf16_products()
+    return PanelLinearFactory(has_onednn=has_onednn, has_compact=can_keep_compact(weight_bytes, free_bytes))
 
 
 def can_keep_compact(weight_bytes: int, free_bytes: int) -> bool:

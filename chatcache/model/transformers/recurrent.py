@@ -67,7 +67,7 @@ class Mixer(nn.Module):
         """Convolve the new tokens of each row, after the last inputs of its state. Shapes: x [T, C] -> [T, C]."""
         states = _states(step)
         return step.kernels.causal_conv(
-            x.contiguous(), self.conv_weight, self.conv_bias, states.update(self.first_state), states.slots,
+            x, self.conv_weight, self.conv_bias, states.update(self.first_state), states.slots,
             step.batch.offsets, self._activation,
         )  # fmt: skip
 

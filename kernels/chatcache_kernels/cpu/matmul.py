@@ -291,7 +291,7 @@ def _pair_kernel(native: bool) -> Launch:
             panel, group = divmod(item, num_groups)
             token, end = group * GROUP_TOKENS, min((group + 1) * GROUP_TOKENS, job.num_tokens)
             next_panel = min(next_item // num_groups, num_panels - 1)
-            next_weight = panel_address(job.weight, job.num_inputs, next_panel)
+            next_weight = panel_address(job.weight, job.num_inputs, next_panel) if next_panel != panel else 0
             next_tile = first_tile(job.compact, next_panel, job.num_inputs // PANEL)
             multiply_pairs(native, job, token, end, panel, sums, next_weight, next_tile)
             item = next_item
@@ -320,7 +320,8 @@ def multiply_pairs(
 ) -> None:
     """Multiply the tokens from `token` to `end` with a panel, without AMX; `sums`: address of SCRATCH_FLOATS floats.
 
-    `next_weight`, `next_tile`: addresses of the panel and of the first compact tile that are fetched meanwhile.
+    `next_weight`, `next_tile`: addresses of the panel (0: none) and of the first compact tile that are fetched
+    meanwhile.
     """
     stride, steps = 2 * job.num_inputs, job.num_inputs // PANEL
     weight = panel_address(job.weight, job.num_inputs, panel)
@@ -333,24 +334,26 @@ def multiply_pairs(
             count = 8
             if HAS_COMPACT_BLOCKS and compact != 0:
                 dot_tiles(native, 8, x, stride, compact, index, steps, sums, next_tile)
+            elif next_weight != 0:
+                dot_block(native, 8, True, x, stride, weight, steps, sums, next_weight)
             else:
-                dot_block(native, 8, x, stride, weight, steps, sums, next_weight)
+                dot_block(native, 8, False, x, stride, weight, steps, sums, 0)
         elif count >= 4:
             count = 4
             if compact != 0:
                 dot_tiles(native, 4, x, stride, compact, index, steps, sums, next_tile)
             else:
-                dot_block(native, 4, x, stride, weight, steps, sums, next_weight)
+                dot_block(native, 4, False, x, stride, weight, steps, sums, 0)
         elif count >= 2:
             count = 2
             if compact != 0:
                 dot_tiles(native, 2, x, stride, compact, index, steps, sums, next_tile)
             else:
-                dot_block(native, 2, x, stride, weight, steps, sums, next_weight)
+                dot_block(native, 2, False, x, stride, weight, steps, sums, 0)
         elif compact != 0:
             dot_tiles(native, 1, x, stride, compact, index, steps, sums, next_tile)
         else:
-            dot_block(native, 1, x, stride, weight, steps, sums, next_weight)
+            dot_block(native, 1, False, x, stride, weight, steps, sums, 0)
         _write_block(native, job, token, count, panel, sums)
         token += count
 
@@ -394,34 +397,35 @@ def dot_tiles(
 
 @simd_intrinsic
 def dot_block(
-    typing: Any, native: Any, count: Any, x: Any, stride: Any, weight: Any, num_steps: Any, sums: Any, ahead: Any
-) -> Any:
+    typing: Any, native: Any, count: Any, fetches: Any, x: Any, stride: Any, weight: Any, num_steps: Any, sums: Any,
+    ahead: Any,
+) -> Any:  # fmt: skip
     """Multiply `count` (a literal) tokens with a panel; write the sums [count, 32] float32.
 
     `x`, `weight`, `sums`: addresses; `stride`: bytes from one token to the next. There is at least one step of 32
-    inputs. `native`: as in `dot_pairs`. `ahead`: address of a panel that is fetched while BLOCK_TOKENS are multiplied.
+    inputs. `native`: as in `dot_pairs`. `fetches` (a literal): with AVX512-BF16, fetch the panel at `ahead` meanwhile.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         is_native, wide = native.literal_value, vector_type(16)
         for rows, halves in split_panel(count.literal_value):
-            block = _Block(builder, is_native, rows, halves, args[2], args[3])
+            block = _Block(builder, is_native, rows, halves, args[3], args[4])
 
             def multiply_step(step: Any, totals: list[Any], block: _Block = block) -> list[Any]:
                 start = builder.mul(step, ir.Constant(I64, 2 * PANEL * PANEL))
-                panel, fetched = builder.add(args[4], start), builder.add(args[7], start)
+                panel, fetched = builder.add(args[5], start), builder.add(args[8], start)
 
                 def load_weights(pair: int, half: int) -> Any:
-                    if is_native and count.literal_value == BLOCK_TOKENS:
+                    if is_native and fetches.literal_value:
                         emit_prefetch(builder, fetched, 128 * pair + 64 * half, 2)
                     return emit_load(builder, wide, panel, 128 * pair + 64 * half)
 
                 return block.multiply(step, load_weights, totals)
 
-            block.store(args[6], emit_loop(builder, args[5], block.starts, multiply_step))
+            block.store(args[7], emit_loop(builder, args[6], block.starts, multiply_step))
         return context.get_dummy_value()
 
-    return types.void(native, count, *(types.int64,) * 6), generate
+    return types.void(native, count, fetches, *(types.int64,) * 6), generate
 
 
 class _Block:
