@@ -206,8 +206,10 @@ def test_bf16_layers_are_in_the_layouts_that_suit_the_cpu(
         for choose in (choose_linear, choose_module_linear):
             make = choose(EngineConfig(), 2**20, torch.bfloat16, cpu)
             assert isinstance(make, PanelLinearFactory) and make.has_panels
-            assert make.has_onednn == (choose is choose_linear and has_products)
+            assert make.has_onednn == has_products
             assert make.has_compact == (fits and has_products)
+        same = choose_module_linear(EngineConfig(deterministic=True), 2**20, torch.bfloat16, cpu)
+        assert isinstance(same, PanelLinearFactory) and not same.has_onednn
     monkeypatch.setattr(loader, "free_host_bytes", lambda: 1 << 40)
     large = choose_linear(EngineConfig(), 16 << 30, torch.bfloat16, cpu)
     assert isinstance(large, PanelLinearFactory)

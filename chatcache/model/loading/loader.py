@@ -610,7 +610,7 @@ def choose_module_linear(
     from chatcache_kernels.cpu.bf16 import has_bf16_products
 
     free_bytes = free_host_bytes()
-    has_onednn = can_keep_both_layouts(weight_bytes, free_bytes) and has_bf16_products()
+    has_onednn = not config.deterministic and has_bf16_products() and can_keep_both_layouts(weight_bytes, free_bytes)
     return PanelLinearFactory(has_onednn=has_onednn, has_compact=can_keep_compact(weight_bytes, free_bytes))
 
 
