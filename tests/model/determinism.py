@@ -48,6 +48,7 @@ SHAPES = {
 NUM_REQUESTS = 33
 MAX_TOKENS = 6
 PAGE = 16
+SNAPSHOT_INTERVAL = 32  # and at last page boundaries at least half as far after the snapshots before
 
 Cell = tuple[int, ...]  # (seed, lane, position) of a draw, each request with a seed of its own; or the tokens before it
 Bits = Mapping[Cell | str, bytes]
@@ -202,7 +203,10 @@ class Way:
             enable_prefix_caching=self.cache,
             preemption_mode=self.preemption,
         )
-        return Engine(recorder, recorder.runner.model_info, config)
+        engine = Engine(recorder, recorder.runner.model_info, config)
+        if (states := engine.scheduler.kv.states) is not None:
+            states.interval = SNAPSHOT_INTERVAL
+        return engine
 
     def ordered(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
         if self.order in (1, -1):

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 NUM_NEW = 64
 PAGE = 8
+SNAPSHOT_INTERVAL = 32  # and at last page boundaries at least half as far after the snapshots before
 NUM_BEAMS = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
 NUM_BEAM_TOKENS = 32
@@ -51,6 +52,8 @@ class Server:
     def __init__(self, runner: Runner, **settings: Any) -> None:
         config = EngineConfig(page_size=PAGE, max_num_batched_tokens=48, max_num_seqs=16, strict=True, **settings)
         self.engine = Engine(runner, runner.model_info, config)
+        if (states := self.engine.scheduler.kv.states) is not None:
+            states.interval = SNAPSHOT_INTERVAL
         self._count = 0
 
     def answer(self, *requests: tuple[Prompt, Params]) -> list[Outcome]:
