@@ -9,7 +9,7 @@ program needs a core, a thread that spins keeps it from the thread that the othe
 to two threads, generation falls to a third and burns four times the CPU time.
 
 Huge pages: a step of a long prompt writes tensors of many megabytes, and with pages of 4 KiB the CPU looks up the
-address of nearly every row. With huge pages for large tensors prompts are computed 2 to 6 % faster (Zen 5, 2,048
+address of nearly every row. With huge pages for large tensors prompts are computed up to 6 % faster (Zen 5, 2,048
 tokens).
 
 CUDA: steps allocate tensors of ever different sizes from the few percent of memory that the KV pages leave. With

@@ -48,7 +48,7 @@ SHAPES = {
 NUM_REQUESTS = 33
 MAX_TOKENS = 6
 PAGE = 16
-SNAPSHOT_INTERVAL = 32  # and at last page boundaries at least half as far after the snapshots before
+SNAPSHOT_INTERVAL = 32  # tokens; the end of a prompt gets a snapshot, too, if it is half as many after the others
 
 Cell = tuple[int, ...]  # (seed, lane, position) of a draw, each request with a seed of its own; or the tokens before it
 Bits = Mapping[Cell | str, bytes]

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 NUM_NEW = 64
 PAGE = 8
-SNAPSHOT_INTERVAL = 32  # and at last page boundaries at least half as far after the snapshots before
+SNAPSHOT_INTERVAL = 32  # tokens; the end of a prompt gets a snapshot, too, if it is half as many after the others
 NUM_BEAMS = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
 NUM_BEAM_TOKENS = 32
