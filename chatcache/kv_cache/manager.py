@@ -293,8 +293,11 @@ class KVCache:
         if self._copy_on_write.sources:
             self._copy_on_write.release_sources()
         if self.states is not None:
-            self._ahead.clear()
             self.states.complete_step()
+
+    def confirm_ahead(self) -> None:
+        """Keep the tokens of `commit_ahead`, as the result of their step was seen."""
+        self._ahead.clear()
 
     def abort_step(self) -> None:
         """Cancel the copies of a failed step.
@@ -373,7 +376,7 @@ class KVCache:
         """Commit a token that a launched step computes, to a table that is closed next.
 
         It is published at once, as no prompt is matched before the step's result is known, and unpublished if the step
-        fails.
+        fails. `confirm_ahead` follows when the result is known.
         """
         self._ahead.append((table.page_at(table.num_tokens // self.page_size), table.key))
         self.commit(table, token)
@@ -460,8 +463,12 @@ class KVCache:
         if replaced is not None:
             self.pool.release(replaced.own_pages)
             release_prefix(self.pool, replaced.shared_prefix)
-        child = replaced or PageTable(table.key, table.namespace, salt=table.salt)
-        child.key, child.tail_tokens, child.num_public_pages = table.key, table.tail_tokens, table.num_public_pages
+            child = replaced
+        else:
+            child = PageTable.__new__(PageTable)  # all its fields are set here
+            child.state = child.num_state_tokens = child.num_snapshot_tokens = 0
+        child.key, child.namespace, child.salt = table.key, table.namespace, table.salt
+        child.tail_tokens, child.num_public_pages = table.tail_tokens, table.num_public_pages
         child.num_tokens = child.num_reserved = table.num_tokens
         child.own_pages, child.shared_prefix, child.num_prefix_pages = own_pages, prefix, num_prefix_pages
         child.num_matched_tokens = table.num_matched_tokens

@@ -147,7 +147,9 @@ class EagerRunner:
 
     def _run(self, part: StepPart, layout: StepLayout, tokens: Tensor) -> list[tuple[StepPart, Finish]]:
         rows, draws = part.rows, part.draws
-        own = tokens[part.first_token : part.first_token + len(rows.tokens)]
+        own = tokens
+        if len(rows.tokens) < len(tokens):
+            own = tokens[part.first_token : part.first_token + len(rows.tokens)]
         drawn: Index = np.arange(len(rows.slot))
         index = drawn
         if len(draws.row) != len(drawn) or (draws.row != drawn).any():  # not every row is drawn once

@@ -14,7 +14,11 @@ as its errors would be those of the logits; FP8 checkpoints do the same.
 from __future__ import annotations
 
 import logging
+import statistics
+import time
 from collections.abc import Callable
+from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -61,12 +65,12 @@ class PanelLinearFactory:
     """Make layers with panels for small steps.
 
     `has_onednn`: keep a oneDNN layout for many tokens, too; without, panels serve any number of tokens. `has_panels`:
-    if False, the oneDNN layout serves all steps that the compact copy does not. `has_compact`: keep a compact copy for
-    few tokens.
+    if False, the oneDNN layout serves all steps that the compact copy does not. `compact_tokens`: keep a compact copy,
+    which serves steps of at most so many tokens; 0: keep none.
     """
 
-    def __init__(self, *, has_onednn: bool = False, has_panels: bool = True, has_compact: bool = False) -> None:
-        self.has_onednn, self.has_panels, self.has_compact = has_onednn, has_panels, has_compact
+    def __init__(self, *, has_onednn: bool = False, has_panels: bool = True, compact_tokens: int = 0) -> None:
+        self.has_onednn, self.has_panels, self.compact_tokens = has_onednn, has_panels, compact_tokens
         self._num_bytes = self._num_compact_bytes = 0
         self._arena = HostArena()
 
@@ -79,27 +83,75 @@ class PanelLinearFactory:
         """Return compact copies, see `compact.compact_weights`."""
         from chatcache_kernels.cpu.compact import compact_weights
 
-        copies = compact_weights(weights, self._arena.empty)
+        copies = compact_weights(weights, self._arena.empty, self.compact_tokens)
         self._num_bytes += weights.nbytes
         self._num_compact_bytes += copies.nbytes
         return copies
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        from chatcache_kernels.cpu.compact import FEW_TOKENS
         from chatcache_kernels.cpu.matmul import can_pack, multiply, multiply_few, pack_weight
 
         if not can_pack(weight):
             return fast_linear(weight, bias)
-        compact = self.compact(weight[None])[0] if self.has_compact else None
+        compact = self.compact(weight[None])[0] if self.compact_tokens > 0 else None
         if not self.has_panels:
             many, few, num_outputs = fast_linear(weight, bias), compact, len(weight)
             if few is None:
                 return many
-            return lambda x: multiply_few(x, few, num_outputs, bias) if len(x) <= FEW_TOKENS else many(x)
+            return lambda x: multiply_few(x, few, num_outputs, bias) if len(x) <= self.compact_tokens else many(x)
         panels = pack_weight(weight, self._arena.empty)
         if self.has_onednn:
             return PanelLinear(fast_linear(weight, bias), panels, bias, compact)
         return PanelLinear(lambda x: multiply(x, panels, bias, compact=compact), panels, bias, compact)
+
+
+MEASURED_INPUTS, MEASURED_OUTPUTS = 2048, 1024  # of the part that is repeated
+MAX_MEASURED_BYTES = 256 * 2**20
+CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # Linux: "32768K"
+MIN_GAIN = 1.03  # of compact weights, which take memory
+MEASURED_ROUNDS = 9
+
+
+@cache
+def measure_compact_tokens(has_panels: bool, model_bytes: int) -> int:
+    """Return up to how many tokens this machine multiplies faster with compact weights; 0 if it never does.
+
+    `has_panels`: compare with panels, else with the oneDNN layout. Where the memory is fast for what the cores compute,
+    restoring the numbers takes longer than reading them. Takes 0.2 to 0.5 s, and three times the memory of a weight
+    that is twice as large as the last-level cache, but not larger than the model or MAX_MEASURED_BYTES.
+    """
+    from chatcache_kernels.cpu.compact import FEW_TOKENS, compact_weights
+    from chatcache_kernels.cpu.matmul import multiply, multiply_few, pack_weight
+
+    part = torch.randn(MEASURED_OUTPUTS, MEASURED_INPUTS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    num_bytes = min(2 * _cache_bytes(), MAX_MEASURED_BYTES, model_bytes)
+    weight = part.repeat(-(-num_bytes // part.nbytes), 1)
+    compact = compact_weights(weight[None])[0]
+    layers = [
+        partial(multiply_few, compact=compact, num_outputs=len(weight)),
+        partial(multiply, packed=pack_weight(weight)) if has_panels else fast_linear(weight),
+    ]
+    counts, gains = [2**power for power in range(FEW_TOKENS.bit_length())], []
+    for count in counts:
+        x = torch.ones(count, MEASURED_INPUTS, dtype=torch.bfloat16)
+        rounds = [[_seconds(layer, x) for layer in layers] for _ in range(MEASURED_ROUNDS)]
+        gains.append(statistics.median(other / few for few, other in rounds) - MIN_GAIN)
+    gain, most = max(zip(accumulate(gains), counts, strict=True))
+    return most if gain > 0 else 0
+
+
+def _cache_bytes() -> int:
+    """Return the size of the last-level cache; 32 MiB if it is unknown."""
+    try:
+        return int(CACHE_SIZE.read_text().strip().removesuffix("K")) * 2**10
+    except (OSError, ValueError):
+        return 32 * 2**20
+
+
+def _seconds(layer: Linear, x: Tensor) -> float:
+    start = time.perf_counter()
+    layer(x)
+    return time.perf_counter() - start
 
 
 def fast_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -289,7 +341,7 @@ def choose_quantization(name: str, problem: str, *, is_fp8: bool) -> str:
     Raises: ModelFolderError for fp8 on a device that does not support it.
     """
     if name == "fp8" and problem and not is_fp8:
-        raise ModelFolderError(f"quantization fp8: {problem}; choose none")
+        raise ModelFolderError(f"quantization fp8: {problem}; choose none, or int8 on a CPU")
     if name == "int8" or not is_fp8:
         return name
     if problem:

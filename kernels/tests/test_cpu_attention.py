@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from chatcache_kernels import cpu, reference
+from chatcache_kernels.cpu import attention_decode
 from chatcache_kernels.types import AttentionBatch, KVPages
 from torch import Tensor
 
@@ -123,6 +124,16 @@ def test_head_size_of_half_a_register_equals_reference(head_dim: int) -> None:
     build_case([(57, 1), (30, 3), (0, 140)], head_dim=head_dim).check()
 
 
+def test_attention_without_bf16_products_equals_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode of bf16 pages on a CPU that widens their numbers to float32."""
+    monkeypatch.setattr(attention_decode, "has_avx512_bf16", lambda: False)
+    attention_decode.decode_kernel.cache_clear()
+    try:
+        build_case([(70, 1), (0, 1), (533, 3), (15, 2)], pages_dtype=torch.bfloat16).check()
+    finally:
+        attention_decode.decode_kernel.cache_clear()
+
+
 def test_unsupported_head_size_uses_torch() -> None:
     build_case([(57, 1), (30, 3), (0, 140)], head_dim=20).check()
 
@@ -200,6 +211,20 @@ def test_row_does_not_depend_on_batch_or_threads() -> None:
         alone = AttentionBatch.build(tables, start, new, 16)
         torch.set_num_threads(1 + row)
         assert torch.equal(cpu.paged_attention(case.q[row : row + 1], case.paged, 1, alone, 0.2)[0], together[row])
+
+
+@pytest.mark.parametrize(("heads", "group", "head_dim"), [(6, 3, 64), (8, 4, 48), (9, 1, 80)])
+def test_items_of_several_key_heads_equal_items_of_one(heads: int, group: int, head_dim: int) -> None:
+    shapes = {"heads": heads * group, "kv_heads": heads, "head_dim": head_dim, "pages_dtype": torch.bfloat16}
+    rows = [(700, 1), (90, 1), (1300, 1), (5, 1), (0, 1), (63, 1), (64, 1), (1023, 1)]
+    case = build_case(rows, **shapes)  # type: ignore[arg-type]
+    torch.set_num_threads(2)
+    assert attention_decode.choose_heads_per_item(heads, attention_decode.pad_queries(group), 8 * 3, 2) > 1
+    case.check()
+    case.check(window=100, sinks=torch.randn(heads * group), softcap=2.0)
+    together = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2)
+    torch.set_num_threads(16)  # too few splits for items of several heads
+    assert torch.equal(cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2), together)
 
 
 def test_concurrent_attention_calls_are_correct() -> None:

@@ -256,18 +256,31 @@ def test_compact_weights_store_16_neighbouring_exponents_in_12_bits() -> None:
 
 
 @pytest.mark.parametrize("unit", ["floats", *PAIRS])
-@pytest.mark.parametrize("num_tokens", range(1, FEW_TOKENS + 2))
-def test_bf16_multiply_from_a_compact_weight_equals_that_from_panels(unit: str, num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens"), [(num, FEW_TOKENS) for num in range(1, FEW_TOKENS + 2)] + [(2, 2), (3, 2)]
+)
+def test_bf16_multiply_from_a_compact_weight_equals_that_from_panels(
+    unit: str, num_tokens: int, max_tokens: int
+) -> None:
     weight, bias = make_mixed_weight(96, 160), torch.randn(96).bfloat16()
-    (compact,), packed = compact_weights(weight[None]), matmul.pack_weight(weight)
+    (compact,), packed = compact_weights(weight[None], max_tokens=max_tokens), matmul.pack_weight(weight)
     x = torch.randn(num_tokens, 160).bfloat16()
     expected = matmul.multiply(x, packed, bias, unit)
-    if num_tokens <= FEW_TOKENS:
+    if num_tokens <= max_tokens:
         packed = torch.zeros_like(packed)  # is not read
     else:
-        compact = torch.zeros_like(compact)
+        compact[512:] = 0  # the tiles
     got = matmul.multiply(x, packed, bias, unit, compact)
     assert torch.equal(got.view(torch.int16), expected.view(torch.int16))
+
+
+def test_compact_weights_refuse_more_tokens_than_kernels_support() -> None:
+    weight = make_mixed_weight(96, 160)
+    with pytest.raises(ValueError, match=f"max_tokens {FEW_TOKENS + 1}: the limit is {FEW_TOKENS}"):
+        compact_weights(weight[None], max_tokens=FEW_TOKENS + 1)
+    (compact,) = compact_weights(weight[None], max_tokens=2)
+    with pytest.raises(ValueError, match="3 tokens, but the limit is 2"):
+        matmul.multiply_few(torch.zeros(3, 160).bfloat16(), compact, 96)
 
 
 @pytest.mark.requires_amx

@@ -130,7 +130,12 @@ def forks(
 
 @st.composite
 def workloads(
-    draw: st.DrawFn, tight: bool = False, calm: bool = False, hybrid: bool = False, ahead: Sequence[str] = AHEAD
+    draw: st.DrawFn,
+    tight: bool = False,
+    calm: bool = False,
+    hybrid: bool = False,
+    ahead: Sequence[str] = AHEAD,
+    page_sizes: Sequence[int] = (1, 2, 4, 8, 16),
 ) -> Workload:
     """Generate a workload; a `tight` one has long requests that preempt each other.
 
@@ -146,7 +151,7 @@ def workloads(
         else:
             request = draw(requests(number, tight, calm))
             arrivals.append(Arrival(request, step, cancelled_at, draw(drops(request, step))))
-    page_size = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    page_size = draw(st.sampled_from(page_sizes))
     branches_at_least = draw(st.sampled_from([num_branches, num_gang_branches]))
     largest = max(
         worst_case_pages(len(r.prompt), r.params.max_tokens or 1, branches_at_least(r.params), page_size)

@@ -8,11 +8,12 @@ import pytest
 
 from chatcache.engine.engine import Engine
 from chatcache.errors import InvalidRequestError
-from chatcache.types.events import Finished, Started
+from chatcache.types.events import Failed, Finished, Started
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, ForkPoint, SamplingParams
 from chatcache.types.stats import ExplainQuery
 from tests.engine.driver import VOCAB, drain, engine, output, request
+from tests.engine.workloads import Crashing, check_snapshots
 from tests.support.fake_runner import POISON, FakeRunner, fake_capacity, history_of
 
 PAGE = 4
@@ -265,3 +266,22 @@ def test_preempted_request_starts_again_on_its_own_snapshot() -> None:
     events = drain(eng)
     assert eng.health().num_preemptions
     assert all(output(events, name) == reply_of(prompt, 40) for name, prompt in prompts.items())
+
+
+def test_failed_step_leaves_no_snapshot_of_a_request_that_was_cancelled_meanwhile() -> None:
+    """Its state has the token of the failed step. The step after that one is launched before the failure is known."""
+    runner = Crashing(fake_capacity(64, PAGE, has_async_launch=True, num_states=33), VOCAB, eos=None, lazy=True)
+    eng = engine(runner)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    eng.add(request("a", prompt=SYSTEM, params=params))
+    eng.add(request("b", prompt=(*SYSTEM, 11), params=params))
+    events = [event for _ in range(6) for event in eng.step()]
+    (in_flight,) = eng._pipeline._steps
+    runner.crashes = frozenset({in_flight.plan.step})
+    eng.abort("a")
+    events += drain(eng)
+    assert [event.request_id for event in events if isinstance(event, Failed)] == ["b"]
+    check_snapshots(eng, runner, {""})
+    tokens = output(events, "a")
+    assert tokens
+    ask(eng, "c", (*SYSTEM, *tokens, 5))

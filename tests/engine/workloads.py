@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
@@ -11,6 +11,7 @@ import numpy as np
 
 from chatcache.config import EngineConfig
 from chatcache.engine.engine import Engine
+from chatcache.engine.protocols import ModelRunner
 from chatcache.errors import ContextLengthError, UnsupportedParameterError
 from chatcache.kv_cache.page_hash import namespace_hash
 from chatcache.kv_cache.pool import PagePool
@@ -19,6 +20,7 @@ from chatcache.scheduler.speed import DecodeSpeed
 from chatcache.types.events import FINISH_CANCELLED, CandidateDone, EngineEvent, Failed, Finished, Started, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import GenerateRequest
+from chatcache.types.stats import ModelInfo
 from tests.engine.oracle import MODEL_INFO, VOCAB, WANDER, Answer, expected_answer, strategy_for
 from tests.support.fake_runner import POISON, FakeRunner, fake_capacity, state_of
 
@@ -94,6 +96,10 @@ class Workload:
         )
         runner = Crashing(capacity, VOCAB, lazy=self.ahead == "lazy")
         runner.crashes, runner.swap_crashes = self.crashes, self.swap_crashes
+        return self.engine_of(runner, MODEL_INFO), runner
+
+    def engine_of(self, runner: ModelRunner, model_info: ModelInfo) -> Engine:
+        """Return an engine for the workload over a runner with its capacity."""
         config = EngineConfig(
             max_num_batched_tokens=self.budget,
             max_num_seqs=self.num_slots,
@@ -102,7 +108,7 @@ class Workload:
             scheduling_policy=self.policy,
             strict=True,
         )
-        engine = Engine(runner, MODEL_INFO, config, make_strategy=strategy_for, clock=irregular_clock())
+        engine = Engine(runner, model_info, config, make_strategy=strategy_for, clock=irregular_clock())
         if (states := engine.scheduler.kv.states) is not None:
             states.interval = self.interval
         if self.rests:
@@ -110,7 +116,7 @@ class Workload:
             speed.record(1, 1, 1.0)
             speed.record(4, 4, 4.0)
             engine.scheduler._decode_batch._choose_branches = DecodeShares(speed, min_branches=1).choose
-        return engine, runner
+        return engine
 
 
 def irregular_clock() -> Callable[[], float]:
@@ -153,6 +159,16 @@ def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dic
     must change the answers.
     """
     engine, runner = workload.engine()
+    answers = play(workload, engine, lambda: poison_free_pages(engine, runner), audit=audit, max_steps=max_steps)
+    assert not runner.device.num_refused, "the runner was asked for what no device can do"
+    check_snapshots(engine, runner, {arrival.request.namespace for arrival in workload.arrivals})
+    return answers
+
+
+def play(
+    workload: Workload, engine: Engine, after_step: Callable[[], None], *, audit: bool = True, max_steps: int = 1000
+) -> dict[str, Answer]:
+    """Run the workload in an engine, call `after_step` after each step, and check that all is released at the end."""
     answers: dict[str, Answer] = {}
     events: dict[str, list[EngineEvent]] = {}
     todo = sorted(workload.arrivals, key=lambda arrival: arrival.step)
@@ -180,16 +196,14 @@ def run(workload: Workload, *, audit: bool = True, max_steps: int = 1000) -> dic
                 answers[event.request_id].prompt = event.prompt_logprobs
         if audit and step % AUDIT_EVERY == 0:
             engine.cache.check()
-        poison_free_pages(engine, runner)
+        after_step()
         step += 1
         assert step < max_steps, "the engine stalls"
     health = engine.health()
-    assert not runner.device.num_refused, "the runner was asked for what no device can do"
     assert (health.num_pages_in_use, health.num_host_pages_in_use) == (0, 0)
     if (states := engine.scheduler.kv.states) is not None:
         assert (states.num_in_use, states.host.num_in_use) == (0, 0)
     engine.cache.check()
-    check_snapshots(engine, runner, {arrival.request.namespace for arrival in workload.arrivals})
     assert health.num_self_checks > 0 or not health.num_steps
     for request_id, seen in events.items():
         check_events(request_id, seen, may_fail=bool(workload.crashes or workload.swap_crashes))
@@ -274,11 +288,18 @@ def drop_one(engine: Engine, request_id: str, index: int) -> None:
 def assert_equals_alone(workload: Workload, *, audit: bool = True) -> None:
     """Run the workload and compare every answer with the one computed alone from plain lists."""
     answers = run(workload, audit=audit)
+    assert_equal(workload, answers, lambda request: expected_answer(request, hybrid=bool(workload.num_states)))
+
+
+def assert_equal(
+    workload: Workload, answers: Mapping[str, Answer], answer_alone: Callable[[GenerateRequest], Answer]
+) -> None:
+    """Compare every answer of a workload with `answer_alone` of its request, as far as it was not cancelled."""
     for arrival in workload.arrivals:
         request = arrival.request
         if request.request_id not in answers:
             continue
-        expected, got = expected_answer(request, hybrid=bool(workload.num_states)), answers[request.request_id]
+        expected, got = answer_alone(request), answers[request.request_id]
         assert expected.begins_with(got)
         if got.cancelled or got.failed:
             assert arrival.cancelled_at is not None or arrival.drops or got.failed

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
-from chatcache.model.loading.files import resolve_model_path
+from chatcache.model.loading.files import read_config, resolve_model_path
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
 from tests.model.families import GATED, Sample, save_random
@@ -228,6 +228,13 @@ def test_hugging_face_id_without_a_network_fails_within_seconds(tmp_path: Path) 
 def test_file_instead_of_folder_is_rejected(folder: Path) -> None:
     with pytest.raises(ModelFolderError, match="not a model folder"):
         resolve_model_path(str(folder / "config.json"))
+
+
+def test_gguf_file_and_folder_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    for model, reason in ((tmp_path / "x.gguf", "not a model folder"), (tmp_path, "has x.gguf but no config.json")):
+        with pytest.raises(ModelFolderError, match=f"{reason}; GGUF is not supported, use the model's folder"):
+            read_config(resolve_model_path(str(model)))
 
 
 def test_sharded_weights_are_read(folder: Path, sample_of: Get, load: Load) -> None:

@@ -23,10 +23,20 @@ from torch import Tensor
 from chatcache.bench.drivers import SHAPES, write_model
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
+from chatcache.model import linear
 from chatcache.model.decoder import Decoder
-from chatcache.model.linear import Int8Linear, PanelLinearFactory, choose_dtype, fast_linear, weight_sizes
+from chatcache.model.linear import (
+    MEASURED_ROUNDS,
+    Int8Linear,
+    PanelLinearFactory,
+    choose_dtype,
+    fast_linear,
+    measure_compact_tokens,
+    weight_sizes,
+)
 from chatcache.model.loading import loader
 from chatcache.model.loading.loader import (
+    COMPACT_MIN_BYTES,
     DUAL_LAYOUT_MAX_BYTES,
     can_keep_both_layouts,
     choose_linear,
@@ -102,8 +112,9 @@ def test_weight_sizes_counts_transformers_models_whole() -> None:
 
 @pytest.mark.parametrize("has_panels", [True, False])
 @pytest.mark.parametrize("has_onednn", [True, False])
-def test_layers_with_a_compact_copy_equal_torch(has_onednn: bool, has_panels: bool) -> None:
-    make = PanelLinearFactory(has_onednn=has_onednn, has_panels=has_panels, has_compact=True)
+@pytest.mark.parametrize("compact_tokens", [2, FEW_TOKENS])
+def test_layers_with_a_compact_copy_equal_torch(has_onednn: bool, has_panels: bool, compact_tokens: int) -> None:
+    make = PanelLinearFactory(has_onednn=has_onednn, has_panels=has_panels, compact_tokens=compact_tokens)
     weight, bias = torch.randn(96, 64).bfloat16(), torch.randn(96).bfloat16()
     layer = make(weight, bias)
     for num_tokens in (1, 3, FEW_TOKENS, FEW_TOKENS + 1, 70):
@@ -112,10 +123,37 @@ def test_layers_with_a_compact_copy_equal_torch(has_onednn: bool, has_panels: bo
         assert torch.allclose(layer(x).float(), expected, rtol=2**-7, atol=2**-6)
 
 
+@pytest.mark.parametrize("has_panels", [True, False])
+def test_compact_copies_serve_the_steps_in_which_they_are_faster(
+    has_panels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: list[torch.Tensor] = []
+
+    def measure(*times_of_compact: float) -> int:
+        times = iter([time for compact in (*times_of_compact, *[2.0] * 5) for time in (compact, 1.0) * MEASURED_ROUNDS])
+
+        def seconds(layer: Any, x: torch.Tensor) -> float:
+            results.append(layer(x))
+            return next(times)
+
+        monkeypatch.setattr(linear, "_seconds", seconds)
+        return measure_compact_tokens.__wrapped__(has_panels, 2**30)
+
+    monkeypatch.setattr(linear, "_cache_bytes", lambda: 5 << 20)
+    assert measure_compact_tokens(has_panels, 1) in {0, *(2**power for power in range(FEW_TOKENS.bit_length()))}
+    assert measure() == measure(1.0, 1.0) == measure(0.98, 0.98) == 0
+    assert measure(0.9) == 1
+    assert measure(0.9, 0.8, 0.95) == measure(1.0, 0.9, 0.8) == 4
+    assert measure(*[0.5] * 5) == FEW_TOKENS
+    assert {each.shape for each in results} == {(2**power, 3072) for power in range(FEW_TOKENS.bit_length())}
+    for compact, other in zip(results[::2], results[1::2], strict=True):
+        assert torch.allclose(compact, other, rtol=2**-6, atol=2**-3)
+
+
 def test_weight_sizes_counts_compact_copies_as_read() -> None:
-    make = PanelLinearFactory(has_compact=True)
-    make(torch.ones(64, 1024, dtype=torch.bfloat16))  # 12 bits a number, and 8 bytes a tile
-    share = (64 * 1024 * 1.5 + 512) / (64 * 1024 * 2)
+    make = PanelLinearFactory(compact_tokens=1)
+    make(torch.ones(64, 1024, dtype=torch.bfloat16))  # 12 bits a number, 8 bytes a tile, and a header
+    share = (64 * 1024 * 1.5 + 1024) / (64 * 1024 * 2)
     assert weight_sizes(1000, torch.bfloat16, None, make) == (2000, round(2000 * share))
 
 
@@ -200,20 +238,23 @@ def test_bf16_layers_are_in_the_layouts_that_suit_the_cpu(
     """Compact copies pay with bf16 products only; without those, oneDNN's layout does not, and panels are enough."""
     monkeypatch.setattr(bf16, "has_amx", lambda: amx)
     monkeypatch.setattr(bf16, "has_avx512_bf16", lambda: pairs)
-    cpu, has_products = torch.device("cpu"), amx or pairs
-    for free_bytes, fits in ((2**22, True), (2**22 - 1, False)):
+    monkeypatch.setattr(loader, "measure_compact_tokens", lambda has_panels, _: 2 if has_panels else 4)
+    cpu, has_products, most = torch.device("cpu"), amx or pairs, COMPACT_MIN_BYTES
+    for num_bytes, free_bytes, fits in ((most, 4 * most, True), (most, 4 * most - 1, False), (most - 1, 2**40, False)):
         monkeypatch.setattr(loader, "free_host_bytes", lambda free_bytes=free_bytes: free_bytes)
         for choose in (choose_linear, choose_module_linear):
-            make = choose(EngineConfig(), 2**20, torch.bfloat16, cpu)
+            make = choose(EngineConfig(), num_bytes, torch.bfloat16, cpu)
             assert isinstance(make, PanelLinearFactory) and make.has_panels
             assert make.has_onednn == has_products
-            assert make.has_compact == (fits and has_products)
+            assert make.compact_tokens == (2 if fits and has_products else 0)
         same = choose_module_linear(EngineConfig(deterministic=True), 2**20, torch.bfloat16, cpu)
         assert isinstance(same, PanelLinearFactory) and not same.has_onednn
     monkeypatch.setattr(loader, "free_host_bytes", lambda: 1 << 40)
     large = choose_linear(EngineConfig(), 16 << 30, torch.bfloat16, cpu)
     assert isinstance(large, PanelLinearFactory)
-    assert (large.has_compact, large.has_panels) == (has_products, not has_products)
+    assert (large.compact_tokens, large.has_panels) == ((4, False) if has_products else (0, True))
+    monkeypatch.setattr(loader, "measure_compact_tokens", lambda has_panels, _: 0)
+    assert (choose_linear(EngineConfig(), 16 << 30, torch.bfloat16, cpu) is fast_linear) == has_products
     assert choose_module_linear(EngineConfig(), 2**20, torch.float32, cpu) is fast_linear
 
 

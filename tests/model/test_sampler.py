@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import permutations
+from itertools import cycle, permutations
 from typing import Any
 
 import numpy as np
@@ -174,11 +174,26 @@ def test_draws_do_not_depend_on_the_batch() -> None:
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0, 0, 1], [1]])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_steps_of_plain_draws_give_what_mixed_steps_give_to_the_bit(temperature: float, rows: list[int]) -> None:
-    logits = torch.randn(3, 900, generator=torch.Generator().manual_seed(3)).bfloat16()
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [{}],
+        [{"temperature": 0.7}],
+        [{"temperature": 0.7}, {}, {"temperature": 1e-9}],
+        [{"temperature": 0.6, "top_p": 0.95, "top_k": 20}, {"temperature": 1.0, "top_p": 0.9}],
+        [{"temperature": 1.2, "min_p": 0.1, "top_p": 0.5}, {"temperature": 1.0, "top_k": 5}, {"top_p": 0.9}],
+        [{"temperature": 1.0, "top_k": 600}],
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("vocab_size", [17, 900])
+def test_steps_of_simple_draws_give_what_mixed_steps_give_to_the_bit(
+    vocab_size: int, dtype: torch.dtype, kinds: list[dict[str, Any]], rows: list[int]
+) -> None:
+    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(3)).to(dtype)
     specs: list[dict[str, Any]] = [
-        {"row": row, "seed": 9, "lane": lane, "temperature": temperature} for lane, row in enumerate(rows)
+        {"row": row, "seed": 2**64 - 9, "lane": lane, "position": 2**31 - 3, **kind}
+        for lane, (row, kind) in enumerate(zip(rows, cycle(kinds)))
     ]
     plain, mixed = draw(logits, specs), draw(logits, [*specs, {"temperature": 1.0, "top_k": 3, "num_top": 1}])
     np.testing.assert_array_equal(plain.tokens, mixed.tokens[:-1])

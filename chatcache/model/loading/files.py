@@ -24,6 +24,7 @@ MAX_POSITIONS = 1 << 24
 MAX_DIMENSION = (1 << 31) - 1
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.npy", "*.npz")
 _OTHER = ("*.gguf", "*.ggml", "*.onnx", "*.h5", "*.msgpack")
+_GGUF = "GGUF is not supported, use the model's folder with config.json and safetensors weights"
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length", "seq_length")
 
@@ -50,7 +51,8 @@ def resolve_model_path(model: str) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ModelFolderError(f"{model}: is a file, not a model folder")
+        hint = f"; {_GGUF}" if path.suffix.lower() == ".gguf" else ""
+        raise ModelFolderError(f"{model}: is a file, not a model folder{hint}")
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise ModelFolderError(f"{model}: no such folder")
     return _fetch(model)
@@ -124,6 +126,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ModelFolderError(f"{folder}: no such folder")
     check_links(folder)
+    if not (folder / "config.json").exists() and (files := sorted(path.name for path in folder.glob("*.gguf"))):
+        raise ModelFolderError(f"{folder}: has {files[0]} but no config.json; {_GGUF}")
     config = read_json(folder / "config.json")
     _check_sizes(folder / "config.json", config)
     return config

@@ -45,6 +45,7 @@ from chatcache.model.linear import (
     choose_quantization,
     fast_linear,
     fp8_problem,
+    measure_compact_tokens,
     weight_sizes,
 )
 from chatcache.model.loading.config_reader import FAMILIES, Architecture, is_native, read_architecture
@@ -98,6 +99,7 @@ log = logging.getLogger(__name__)
 DUAL_LAYOUT_MAX_BYTES = 2 * 2**30  # of weights with two layouts; in larger models call overhead is small
 DUAL_LAYOUT_MAX_SHARE = 1 / 3  # of free memory for weights with two layouts; the rest is for KV pages and activations
 COMPACT_MAX_SHARE = 1 / 4  # of free memory for weights that have a compact copy, too
+COMPACT_MIN_BYTES = 32 * 2**20  # of weights that have a compact copy: smaller models stay in caches
 
 SINGLE_THREAD_BYTES = 32 * 2**20
 Progress = Callable[[float, str], None]
@@ -570,8 +572,11 @@ def choose_device(name: str) -> torch.device:
     """Return the device for auto | cpu | cuda. Raises: ModelFolderError if it does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name != "cpu" and not (name.split(":")[0] == "cuda" and torch.cuda.is_available()):
-        raise ModelFolderError(f"device {name!r} is not available; choose auto, cpu or cuda")
+    kind = name.split(":")[0]
+    if name != "cpu" and kind != "cuda":
+        raise ModelFolderError(f"device {name!r} is not supported; choose auto, cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ModelFolderError(f"device {name!r}: torch finds no CUDA device; choose auto or cpu")
     return torch.device(name)
 
 
@@ -593,10 +598,10 @@ def choose_linear(
     keep_both = can_keep_both_layouts(weight_bytes, free_bytes)
     size = f"{weight_bytes / 2**30:.2f} GiB of weights, {free_bytes / 2**30:.2f} GiB free"
     log.info("%s: kept %s", size, "twice, for few tokens and for many" if keep_both else "once, in the oneDNN layout")
-    has_compact = can_keep_compact(weight_bytes, free_bytes)
-    if not keep_both and not has_compact:
+    compact_tokens = choose_compact_tokens(weight_bytes, free_bytes, keep_both)
+    if not keep_both and compact_tokens == 0:
         return fast_linear
-    return PanelLinearFactory(has_onednn=True, has_panels=keep_both, has_compact=has_compact)
+    return PanelLinearFactory(has_onednn=True, has_panels=keep_both, compact_tokens=compact_tokens)
 
 
 def choose_module_linear(
@@ -611,17 +616,21 @@ def choose_module_linear(
 
     free_bytes = free_host_bytes()
     has_onednn = not config.deterministic and has_bf16_products() and can_keep_both_layouts(weight_bytes, free_bytes)
-    return PanelLinearFactory(has_onednn=has_onednn, has_compact=can_keep_compact(weight_bytes, free_bytes))
+    return PanelLinearFactory(has_onednn=has_onednn, compact_tokens=choose_compact_tokens(weight_bytes, free_bytes))
 
 
-def can_keep_compact(weight_bytes: int, free_bytes: int) -> bool:
-    """Return whether to keep a compact copy of the weights for steps of few tokens.
+def choose_compact_tokens(weight_bytes: int, free_bytes: int, has_panels: bool = True) -> int:
+    """Return up to how many tokens a step reads a compact copy of the weights; 0 for no copy.
 
-    CPUs without bf16 products take longer to restore the numbers than to read them.
+    CPUs without bf16 products take longer to restore the numbers than to read them, and small models stay in caches.
     """
     from chatcache_kernels.cpu.bf16 import has_bf16_products
 
-    return weight_bytes <= free_bytes * COMPACT_MAX_SHARE and has_bf16_products()
+    if not COMPACT_MIN_BYTES <= weight_bytes <= free_bytes * COMPACT_MAX_SHARE or not has_bf16_products():
+        return 0
+    num_tokens = measure_compact_tokens(has_panels, weight_bytes)
+    log.info("steps of up to %d tokens read weights of 12.5 bits", num_tokens)
+    return num_tokens
 
 
 def can_keep_both_layouts(weight_bytes: int, free_bytes: int) -> bool:

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chatcache.model.streams import to_device
-from chatcache.types.plan import I32, I64, U64, Draws, EditTable, LogitEdit, LogitMask
+from chatcache.types.plan import F32, I32, I64, U64, Draws, EditTable, LogitEdit, LogitMask
 
 _GOLDEN64 = np.uint64(0x9E3779B97F4A7C15)
 _GOLDEN32 = 0x9E3779B9
@@ -160,11 +160,20 @@ def gumbel_argmax(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
     Shapes: base [K]; low, high [N] int32.
     """
-    if x.device.type == "cpu":
-        from chatcache_kernels.cpu import sampling as cpu_sampling
-
-        return cpu_sampling.gumbel_argmax(x, base, low, high)
     return (x + gumbel(base, low, high)).argmax(-1)
+
+
+def draw_tokens(logits: Tensor, index: Index, draws: Draws, base: Tensor) -> tuple[I32, F32] | None:
+    """Return the tokens and log-probabilities of the draws, if they are all simple and on a CPU; else None.
+
+    Simple: of width 1, without edits, masks and alternatives, and without a large top_k. A token is -1 where the logits
+    are not finite. Shapes: logits [U, V]; index [D]; base [V].
+    """
+    if logits.device.type != "cpu" or draws.edits or draws.masks:
+        return None
+    from chatcache_kernels.cpu import sampling as cpu_sampling
+
+    return cpu_sampling.draw_tokens(logits, index, draws.arrays()[1:], base)
 
 
 def apply_temperature(x: Tensor, temperature: Tensor) -> Tensor:
@@ -181,10 +190,6 @@ def mass_before(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
 
     Equal values rank by index; values of x below `floor` do not count. Shapes: chosen [N] int64, floor [N] float32.
     """
-    if x.device.type == "cpu":
-        from chatcache_kernels.cpu import sampling as cpu_sampling
-
-        return cpu_sampling.mass_before(x, chosen, floor)
     value, positions = x.gather(-1, chosen[:, None]), torch.arange(x.shape[1], device=x.device)
     ahead = (x > value) | ((x == value) & (positions < chosen[:, None]))
     weight = x.exp().masked_fill_(x < floor[:, None], 0.0)
@@ -210,6 +215,15 @@ class Filters:
         """Return which draws have a top_k that can drop tokens."""
         flags: Flags = (draws.top_k > 0) & (draws.top_k < self.vocab_size)
         return flags
+
+    def split_by_top_k(self, draws: Draws) -> list[Index]:
+        """Return the draws that `draw_tokens` supports by their top_k, and the others; only groups with a draw."""
+        if self.device.type != "cpu":
+            return [np.arange(len(draws.row))]
+        from chatcache_kernels.cpu import sampling as cpu_sampling
+
+        is_large = self.has_top_k(draws) & (draws.top_k > cpu_sampling.MAX_TOP)
+        return [which for which in (np.flatnonzero(~is_large), np.flatnonzero(is_large)) if which.size]
 
     def has_filter(self, draws: Draws) -> Flags:
         """Return which draws have any filter."""

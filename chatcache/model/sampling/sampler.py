@@ -33,6 +33,7 @@ from chatcache.model.sampling.ops import (
     apply_temperature,
     argmax,
     draw_keys,
+    draw_tokens,
     edits_log_softmax,
     gumbel,
     gumbel_argmax,
@@ -107,12 +108,14 @@ class Sampler:
         self._filters = Filters(vocab_size, device)
 
     def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
-        """Draw greedily, with top_p and with top_k, so that all kernels are compiled."""
+        """Draw greedily, with top_p and with top_k, and plainly, so that all kernels are compiled."""
         zero, none = np.zeros(3, np.int32), np.zeros(3, np.float32)
         temperature, top_p = np.array([0.0, 1.0, 1.0], np.float32), np.array([1.0, 0.9, 1.0], np.float32)
         top_k = np.array([0, 0, 2], np.int32)
         draws = Draws(zero, zero + 1, zero.astype(np.uint64), zero, zero, temperature, top_k, top_p, none, zero)
-        self.sample(torch.zeros(1, self.vocab_size, dtype=dtype, device=self.device), np.zeros(3, np.intp), draws)
+        logits = torch.zeros(1, self.vocab_size, dtype=dtype, device=self.device)
+        for each in (draws, replace(draws, top_k=zero, top_p=none + 1)):
+            self.sample(logits, np.zeros(3, np.intp), each)
 
     def enqueue(
         self, logits: Tensor, index: Index, draws: Draws, slots: I32 | None = None, last: Tensor | None = None
@@ -138,8 +141,8 @@ class Sampler:
 
         Shapes: logits [U, V], any float dtype; index [D], the logits row of each draw.
         """
-        if self._is_plain(draws):
-            return self._sample_plain(logits, index, draws)
+        if (drawn := draw_tokens(logits, index, draws, self._base)) is not None:
+            return _simple_result(*drawn)
         num_draws = len(index)
         width = np.minimum(draws.width, self.vocab_size)
         wide, warm = draws.width > 1, draws.temperature > 0
@@ -169,33 +172,6 @@ class Sampler:
             arrays.tokens, arrays.logprobs, top_tokens, top_logprobs, faults, arrays.perturbed, arrays.raw_logprobs
         )
 
-    def _is_plain(self, draws: Draws) -> bool:
-        """Return whether `_sample_plain` can sample the draws of a step."""
-        changes = draws.edits or draws.masks or draws.num_top.any() or (draws.width != 1).any()
-        warm = draws.temperature > 0
-        same = warm.all() or not warm.any()
-        return bool(self.device.type == "cpu" and not changes and same and not self._filters.has_filter(draws).any())
-
-    def _sample_plain(self, logits: Tensor, index: Index, draws: Draws) -> StepResult:
-        """Sample draws of width 1 without edits, masks, filters and alternatives, all greedy or all random, on a CPU.
-
-        Between two steps the weights replace everything in the CPU's caches, so each operation costs several times
-        what it costs in a loop. This has fewer than the general path, and the same result to the bit.
-        """
-        raw = logits.float()
-        lse = log_sum_exp(raw).numpy()[index]
-        if draws.temperature.any():
-            rows = raw[self._to_device(index)] if len(index) != len(raw) or len(index) > 1 else raw
-            chosen = gumbel_argmax(self._scaled(rows, draws), self._base, *self._keys(draws)).numpy()
-        else:
-            chosen = argmax(raw).numpy()[index]
-        logprobs = raw.numpy()[index, chosen] - lse
-        broken = ~np.isfinite(lse)
-        tokens, none = chosen.astype(np.int32), np.empty((len(index), 0), np.float32)
-        tokens[broken], logprobs[broken] = -1, -np.inf
-        faults = tuple((int(draw), NOT_FINITE) for draw in np.flatnonzero(broken)) if broken.any() else ()
-        return StepResult(tokens[:, None], logprobs[:, None], none.astype(np.int32), none, faults, none, none)
-
     def _draw_single(self, view: _LogitsView, which: Index, draws: Draws, lse: Tensor, arrays: _ResultArrays) -> Flags:
         """Sample the draws of width 1; return which of them had no allowed token."""
         greedy = which[draws.temperature[which] <= 0]
@@ -216,6 +192,20 @@ class Sampler:
 
     def _draw_random(self, logits: Tensor, draws: Draws) -> Tensor:
         """Return a sampled id for each row. Shapes: logits [S, V] -> [S]."""
+        draws = replace(draws, num_top=np.zeros_like(draws.num_top), edits=(), masks=())  # the logits have these
+        chosen = torch.empty(len(logits), dtype=torch.int64, device=self.device)
+        for which in self._filters.split_by_top_k(draws):
+            at, some = self._to_device(which), select_draws(draws, which)
+            rows = logits if len(which) == len(logits) else logits[at]
+            drawn = draw_tokens(rows, np.arange(len(which)), some, self._base)
+            if drawn is None:
+                chosen[at] = self._draw_filtered(rows, some)
+            else:
+                chosen[at] = torch.from_numpy(np.maximum(drawn[0], 0)).long()
+        return chosen
+
+    def _draw_filtered(self, logits: Tensor, draws: Draws) -> Tensor:
+        """Return a sampled id for each row with torch: on a GPU, and on a CPU for a large top_k."""
         scaled = self._scaled(logits, draws)
         low, high = self._keys(draws)
         filtered, free = self._filters.has_filter(draws), np.flatnonzero(~self._filters.has_top_k(draws))
@@ -306,6 +296,15 @@ class Sampler:
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         return to_device(array, self.device)
+
+
+def _simple_result(tokens: I32, logprobs: F32) -> StepResult:
+    """Return the result of draws of width 1 without alternatives; a token of -1 is a fault."""
+    none = np.empty((len(tokens), 0), np.float32)
+    faults: tuple[tuple[int, str], ...] = ()
+    if tokens.min() < 0:
+        faults = tuple((draw, NOT_FINITE) for draw in np.flatnonzero(tokens < 0).tolist())
+    return StepResult(tokens[:, None], logprobs[:, None], none.astype(np.int32), none, faults, none, none)
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ def _pack(
         weight, bias = weight[:, order], bias[:, order] if bias is not None else None
     int8 = make_linear if isinstance(make_linear, Int8LinearFactory) else None
     packed = kernels.pack_experts(weight, bias, is_int8=int8 is not None, allocate=arena.empty)
-    if packed.form == "panels" and isinstance(make_linear, PanelLinearFactory) and make_linear.has_compact:
+    if packed.form == "panels" and isinstance(make_linear, PanelLinearFactory) and make_linear.compact_tokens > 0:
         packed = replace(packed, compact=make_linear.compact(weight))
     if packed.weight.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
         module.register_parameter(name, None)

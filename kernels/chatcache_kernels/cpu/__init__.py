@@ -5,9 +5,9 @@ Activations and pages may be float32, bfloat16 or float16, independently. Shapes
 processes load them from the cache in tens of milliseconds.
 
 Reading order: `launch` (compile and run a kernel), `simd` and `bf16` (registers and instructions), `attention` with
-`attention_decode`, `attention_shared` and `attention_prefill`, `pages`, `latent`, `rope`, `fused`, `matmul` and `int8`
-(linear layers), `experts`, `recurrent`, `sampling`, `megakernel`, `decoder` and `blocks` (a whole decode step in one
-launch), `batch_invariant`.
+`attention_tile`, `attention_decode`, `attention_shared` and `attention_prefill`, `pages`, `latent`, `rope`, `fused`,
+`matmul` and `int8` (linear layers), `experts`, `recurrent`, `sampling`, `megakernel`, `decoder` and `blocks` (a whole
+decode step in one launch), `batch_invariant`.
 """
 
 from .attention import paged_attention

@@ -11,6 +11,7 @@ from .attention_decode import (
     MAX_DECODE_QUERIES,
     PACK_DECODE_JOB,
     SPLIT_TOKENS,
+    choose_heads_per_item,
     decode_kernel,
     max_item_queries,
     num_partial_floats,
@@ -83,8 +84,9 @@ def decode_attention(
     _, num_heads, head_dim = q.shape
     num_kv_heads, num_threads = pages.num_kv_heads, torch.get_num_threads()
     queries = max_item_queries(max_tokens, num_heads, num_kv_heads)
-    scratch, done = num_threads * num_scratch_floats(queries, head_dim), num_rows * num_kv_heads
-    num_splits = -(-batch.max_context_tokens // SPLIT_TOKENS)
+    num_splits, done = -(-batch.max_context_tokens // SPLIT_TOKENS), num_rows * num_kv_heads
+    heads = choose_heads_per_item(num_kv_heads, queries, num_rows * num_splits, num_threads)
+    scratch = num_threads * heads * num_scratch_floats(queries, head_dim)
     partial = done * num_splits * num_partial_floats(queries, head_dim) if num_splits > 1 else 0
     floats = torch.empty(scratch + partial)
     splits_done = torch.zeros(done if num_splits > 1 else 0, dtype=torch.int64)
@@ -94,7 +96,7 @@ def decode_attention(
     job = PACK_DECODE_JOB.pack(
         0, 0, q.data_ptr(), out.data_ptr(), KINDS[q.dtype], k.data_ptr() + layer_bytes, v.data_ptr() + layer_bytes,
         batch.tables.data_ptr(), sinks.data_ptr() if sinks is not None else 0, floats.data_ptr(), queries, table_stride,
-        num_heads, num_kv_heads, head_dim, pages.page_size, window or 0, batch.start.data_ptr(),
+        num_heads, num_kv_heads, head_dim, pages.page_size, window or 0, heads, batch.start.data_ptr(),
         batch.num_tokens.data_ptr(), batch.offsets.data_ptr(), splits_done.data_ptr(), floats.data_ptr() + 4 * scratch,
         num_rows, max_tokens, scale, softcap or 0.0,
     )  # fmt: skip

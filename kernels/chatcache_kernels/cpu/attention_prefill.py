@@ -37,7 +37,7 @@ from numba import carray
 from torch import Tensor
 
 from ..types import AttentionBatch, KVPages
-from .attention_decode import apply_softcap
+from .attention_tile import apply_softcap
 from .bf16 import (
     ROWS,
     TILE_BYTES,

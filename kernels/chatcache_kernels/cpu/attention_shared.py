@@ -29,6 +29,7 @@ from .attention_decode import (
     StepFields,
     Workspace,
     attend_keys,
+    multiplies_pairs,
     num_partial_floats,
     num_scratch_floats,
     pack_queries,
@@ -130,7 +131,7 @@ def attend_shared(
     job = PACK_SHARED_JOB.pack(
         0, 0, q.data_ptr(), out.data_ptr(), KINDS[q.dtype], k.data_ptr() + layer_bytes, v.data_ptr() + layer_bytes,
         batch.tables.data_ptr(), sinks.data_ptr() if sinks is not None else 0, floats.data_ptr(), queries,
-        batch.tables.stride(0), num_heads, num_kv_heads, head_dim, pages.page_size, window or 0,
+        batch.tables.stride(0), num_heads, num_kv_heads, head_dim, pages.page_size, window or 0, 1,
         work.positions.data_ptr(), one.items.data_ptr(), one.members.data_ptr(), work.merge_offsets.data_ptr(),
         work.merge_states.data_ptr(), floats.data_ptr() + 4 * each, done.data_ptr(), len(one.items), scale,
         softcap or 0.0,
@@ -157,6 +158,7 @@ def shared_fields(
         "merge_states": work.merge_states.data_ptr(),
         "num_items": len(one.items),
         "max_queries": queries,
+        "heads_per_item": 1,
         "scratch": room.scratch,
         "states": room.states,
         "states_done": room.done,
@@ -170,49 +172,74 @@ def shared_kernel(kind: int, lanes: int) -> Launch:
 
     Its argument record is a SHARED_JOB. `kind`: element type, see `simd.KINDS`; `lanes`: see `register_lanes`.
     """
+    pairs = multiplies_pairs(kind, lanes)
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, SHARED_JOB)[0]
-        _run_items(address, job, zeros(lanes), pointer(kind, job.k), pointer(kind, job.v))
+        _run_items(address, job, zeros(lanes), pairs, pointer(kind, job.k), pointer(kind, job.v))
 
     return compile_kernel(kernel)
 
 
 @helper
-def _run_items(address: Any, job: Any, zero: Any, k: Any, v: Any) -> None:
-    """Process (work item, key head) pairs from the shared counter until none is left."""
+def _run_items(address: Any, job: Any, zero: Any, pairs: bool, k: Any, v: Any) -> None:
+    """Process (work item, key head) pairs from the shared counter until none is left.
+
+    A thread takes its next item before it computes one, to prefetch its keys.
+    """
+    num_kv_heads = job.num_kv_heads
     work_id, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
-    while work_id < job.num_items * job.num_kv_heads:
-        number, head = divmod(work_id, job.num_kv_heads)
-        item = pointer(INT32, job.items + 24 * number)
-        members = pointer(INT32, job.members + 4 * item[3])
-        _attend_item(job, zero, k, v, thread, item, members, head)
+    while work_id < job.num_items * num_kv_heads:
+        item, members = _find_item(job, work_id)
+        head, ahead, work_id = work_id % num_kv_heads, (0, 0, 0, 0), fetch_add(address, 0, 1)
+        if work_id < job.num_items * num_kv_heads:
+            next_item, next_members = _find_item(job, work_id)
+            low, end = _key_range(job, next_item, next_members)
+            ahead = next_item[0], work_id % num_kv_heads, low, end
+        _attend_item(job, zero, pairs, k, v, thread, item, members, head, ahead)
         if item[5] < 0:
             for n in range(item[4]):
-                write_output(job, zero, thread, members[n], head, n * (job.num_heads // job.num_kv_heads))
+                write_output(job, zero, thread, members[n], head, n * (job.num_heads // num_kv_heads))
         else:
             _store_states(job, zero, thread, item, head)
             for n in range(item[4]):
                 _merge_states(job, zero, thread, members[n], head)
-        work_id = fetch_add(address, 0, 1)
 
 
 @helper
-def _attend_item(job: Any, zero: Any, k: Any, v: Any, thread: int, item: Any, members: Any, head: int) -> None:
-    """Compute attention of an item's tokens over its keys, for one key head, into scratch.
+def _find_item(job: Any, work_id: int) -> Any:
+    """Return the line of an item and its entries of the work list, see `types.WorkList`."""
+    item = pointer(INT32, job.items + 24 * (work_id // job.num_kv_heads))
+    return item, pointer(INT32, job.members + 4 * item[3])
 
-    `item`, `members`: the item's line and its entries of the work list, see `types.WorkList`.
-    """
-    group, positions = job.num_heads // job.num_kv_heads, pointer(INT32, job.positions)
+
+@helper
+def _key_range(job: Any, item: Any, members: Any) -> Any:
+    """Return the first and the end of the keys of an item that its tokens see."""
+    positions = pointer(INT32, job.positions)
     newest, oldest = 0, positions[members[0]] + 1
     for n in range(item[4]):
         limit = positions[members[n]] + 1
         newest, oldest = max(newest, limit), min(oldest, limit)
-        pack_queries(job, zero, thread, members[n], limit, head, n * group)
     low, end = item[1], min(item[2], newest)
     if job.window > 0:
         low = max(low, (oldest - job.window) // job.page_size * job.page_size)
-    attend_keys(job, zero, k, v, thread, item[0], head, low, end, item[4] * group)
+    return low, end
+
+
+@helper
+def _attend_item(
+    job: Any, zero: Any, pairs: bool, k: Any, v: Any, thread: int, item: Any, members: Any, head: int, ahead: Any
+) -> None:
+    """Compute attention of an item's tokens over its keys, for one key head, into scratch.
+
+    `ahead`: see `attend_keys`.
+    """
+    group, positions = job.num_heads // job.num_kv_heads, pointer(INT32, job.positions)
+    for n in range(item[4]):
+        pack_queries(job, zero, pairs, thread, members[n], positions[members[n]] + 1, head, n * group)
+    low, end = _key_range(job, item, members)
+    attend_keys(job, zero, pairs, k, v, thread, item[0], head, low, end, item[4] * group, ahead)
 
 
 @helper

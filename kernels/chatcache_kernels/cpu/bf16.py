@@ -20,7 +20,19 @@ import torch
 from llvmlite import binding, ir
 from numba import types
 
-from .simd import F32, I8, I32, I64, emit_call, emit_load, emit_loop, emit_splat, round_bfloat16, simd_intrinsic
+from .simd import (
+    F32,
+    I8,
+    I32,
+    I64,
+    emit_call,
+    emit_fma,
+    emit_load,
+    emit_loop,
+    emit_splat,
+    round_bfloat16,
+    simd_intrinsic,
+)
 
 ROWS = 8  # of one `dot_rows`: their sums fit the registers
 
@@ -68,8 +80,7 @@ def emit_dot_pairs(builder: Any, native: bool, total: Any, *pairs: Any) -> Any:
     words = [builder.bitcast(x, bits) for x in pairs]
     low = [builder.bitcast(builder.shl(x, sixteen), wide) for x in words]
     high = [builder.bitcast(builder.and_(x, upper), wide) for x in words]
-    name = f"llvm.fmuladd.v{lanes}f32"
-    return emit_call(builder, name, wide, *high, emit_call(builder, name, wide, *low, total))
+    return emit_fma(builder, high[0], high[1], emit_fma(builder, low[0], low[1], total))
 
 
 @simd_intrinsic
@@ -116,20 +127,24 @@ def dot_rows(
     return types.void(halves, keep, *(types.int64,) * 8), generate
 
 
+def emit_bf16(builder: Any, native: bool, x: Any) -> Any:
+    """Emit the bits of float32 lanes as bf16; `native` uses AVX512-BF16, which needs 16 lanes."""
+    lanes = x.type.count
+    if not native:
+        return round_bfloat16(builder, x, lanes)
+    rounded = emit_call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(_BFloat(), lanes), x)
+    return builder.bitcast(rounded, ir.VectorType(ir.IntType(16), lanes))
+
+
 @simd_intrinsic
 def store_bf16(typing: Any, native: Any, target: Any, index: Any, value: Any) -> Any:
     """Store 16 float32 lanes as bf16 from element `index` on; `native` uses AVX512-BF16."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, base, at, x = args
-        half = ir.VectorType(ir.IntType(16), value.lanes)
-        if native.literal_value:
-            rounded = ir.VectorType(_BFloat(), value.lanes)
-            narrow = builder.bitcast(emit_call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", rounded, x), half)
-        else:
-            narrow = round_bfloat16(builder, x, value.lanes)
+        narrow = emit_bf16(builder, native.literal_value, x)
         place = builder.gep(base, [at], source_etype=ir.IntType(16))
-        builder.store(narrow, builder.bitcast(place, half.as_pointer()), align=2)
+        builder.store(narrow, builder.bitcast(place, narrow.type.as_pointer()), align=2)
         return context.get_dummy_value()
 
     return types.void(native, target, types.int64, value), generate
@@ -155,16 +170,21 @@ def store_bf16_pair(typing: Any, target: Any, index: Any, low: Any, high: Any) -
 @simd_intrinsic
 def load_interleaved(typing: Any, like: Any, even: Any, odd: Any) -> Any:
     """Load bf16 numbers of two rows, at addresses `even` and `odd`, interleaved as pairs."""
-    lanes = like.lanes
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        half, bits = ir.VectorType(ir.IntType(16), lanes), ir.VectorType(I32, lanes)
-        rows = [builder.inttoptr(address, half.as_pointer()) for address in args[1:]]
-        low, high = (builder.zext(builder.load(row, align=2, typ=half), bits) for row in rows)
-        pairs = builder.or_(low, builder.shl(high, ir.Constant(bits, [16] * lanes)))
-        return builder.bitcast(pairs, ir.VectorType(F32, lanes))
+        return emit_interleaved(builder, args[1], args[2], like.lanes)
 
     return like(like, types.int64, types.int64), generate
+
+
+def emit_interleaved(builder: Any, even: Any, odd: Any, lanes: int) -> Any:
+    """Emit `load_interleaved`."""
+    half = ir.VectorType(ir.IntType(16), lanes)
+    rows = [builder.inttoptr(address, half.as_pointer()) for address in (even, odd)]
+    low, high = (builder.load(row, align=2, typ=half) for row in rows)
+    order = [place for lane in range(lanes) for place in (lane, lanes + lane)]
+    pairs = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 2 * lanes), order))
+    return builder.bitcast(pairs, ir.VectorType(F32, lanes))
 
 
 @simd_intrinsic
@@ -193,7 +213,7 @@ def exp2_approx(typing: Any, a: Any) -> Any:
         part = emit_call(builder, "llvm.x86.avx512.mask.reduce.ps.512", wide, x, down, x, whole, same)
         power = ir.Constant(wide, [coefficients[0]] * 16)
         for coefficient in coefficients[1:]:
-            power = emit_call(builder, "llvm.fmuladd.v16f32", wide, power, part, ir.Constant(wide, [coefficient] * 16))
+            power = emit_fma(builder, power, part, ir.Constant(wide, [coefficient] * 16))
         return emit_call(builder, "llvm.x86.avx512.mask.scalef.ps.512", wide, power, x, x, whole, same)
 
     return a(a), generate

@@ -3,10 +3,12 @@
 Such a step is limited by reading the weights. A bf16 number is a sign, 8 bits of exponent and 7 of fraction, but the
 exponents of a tile of 32 outputs x 32 inputs are nearly always 16 neighbours: the numbers of such a tile are stored
 with 4 bits of exponent above the tile's lowest, and become bf16 again in the registers. A tile with a smaller exponent
-(of Gaussian weights 1 in 15, and any with a zero) is stored as it is. For more than FEW_TOKENS tokens, computing bf16
-numbers anew takes as long as reading them (Zen 5: 8 tokens take 0.7 of the time, 16 take 0.95, 32 about the same), so
-this is a second copy of a weight, next to the panels of `matmul`, and has the same order: panels of 32 outputs; in a
-panel tiles of 32 inputs; in a tile 2 inputs at a time, as two registers of (16 outputs, input pair).
+(of Gaussian weights 1 in 15, and any with a zero) is stored as it is.
+
+With more tokens, computing bf16 numbers anew takes longer than reading them (Zen 5: 8 tokens take 0.7 of the time, 16
+take 0.95; Zen 4: 1 to 8 tokens take 0.8, 16 take 1.15). So this is a second copy of a weight, next to the panels of
+`matmul`, and says for how many tokens it is read. It has the same order: panels of 32 outputs; in a panel tiles of 32
+inputs; in a tile 2 inputs at a time, as two registers of (16 outputs, input pair).
 
     stored as it is   16 x [2 halves, 16 outputs, 2 inputs] numbers of 16 bits
     short             8 x [3, 16 outputs, 2 inputs] words of 16 bits, for two input pairs: first the exponents of both,
@@ -15,10 +17,12 @@ panel tiles of 32 inputs; in a tile 2 inputs at a time, as two registers of (16 
 
 Computing a tile takes so many instructions that the CPU does not get to the loads of the next ones meanwhile, and the
 hardware's prefetcher does not run far enough ahead of them: each round also fetches a tile further on, and the last
-rounds of a panel the first tiles of the panel that the thread multiplies next.
+rounds of a panel the first tiles of the panel that the thread multiplies next. Fetched into the first-level cache they
+come sooner on Zen 5; Zen 4, whose cache is smaller, then takes 1.25 to 1.6 times as long.
 
-A compact weight is uint8: an index, int64 [out / 32, in / 32], then the tiles. An entry of the index is the offset of a
-tile (bits 16 and up), its lowest exponent where bf16 has it (bits 7 to 14), and bit 0 for a tile stored as it is.
+A compact weight is uint8: the most tokens for which it is read, int64; an index, int64 [out / 32, in / 32]; and the
+tiles. An entry of the index is the offset of a tile (bits 16 and up), its lowest exponent where bf16 has it (bits 7 to
+14), and bit 0 for a tile stored as it is.
 
 Exponents of trained weights carry 2 to 3 bits of information: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM
 Compression for Efficient GPU Inference via Dynamic-Length Float" (2025), who use a code of variable length.
@@ -26,13 +30,14 @@ Compression for Efficient GPU Inference via Dynamic-Length Float" (2025), who us
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import carray, types
 from torch import Tensor
 
@@ -55,12 +60,13 @@ from .simd import (
 )
 
 PANEL = 32  # outputs of a panel, and inputs of a tile
-FEW_TOKENS = 16 if has_avx512_bf16() and not has_amx() else 4  # of a step, for which a compact weight is read
+FEW_TOKENS = 16 if has_avx512_bf16() and not has_amx() else 4  # for which compact weights can be faster
 SHORT_BYTES, LONG_BYTES = 1536, 2048  # of a tile
 LINE = 64  # bytes of a cache line
 TILES_AHEAD = 4  # from a tile to the one that is fetched meanwhile
-CACHE_LEVEL = 2 if has_amx() else 1  # into which they are fetched
+CACHE_LEVEL = 1 if binding.get_host_cpu_name() == "znver5" else 2  # into which they are fetched
 ALIGNMENT = 512  # bytes: of the tiles
+HEADER_BYTES = 8  # before the index
 _RANGE = 16  # exponents of a short tile
 _EXPONENT, _IS_LONG, _OFFSET_SHIFT = 0x7F80, 1, 16  # in an entry of the index
 
@@ -73,15 +79,19 @@ Body = Callable[[Any, Registers, list[Any]], list[Any]]
 _PACK_JOB, _PACK = define_job("weight out num_inputs num_outputs")
 
 
-def compact_weights(weights: Tensor, allocate: Allocate = empty) -> Tensor:
-    """Return compact weights, all as long as the longest.
+def compact_weights(weights: Tensor, allocate: Allocate = empty, max_tokens: int = FEW_TOKENS) -> Tensor:
+    """Return compact weights, all as long as the longest, which are read for at most `max_tokens` tokens.
 
     Shapes: weights [num, out, in] bf16 in any strides, of sizes that `matmul.can_pack` -> [num, bytes] uint8.
-    `allocate` makes the memory; an address that is a multiple of 64 is fastest.
+    `allocate` makes the memory; an address that is a multiple of 64 is fastest. Raises: ValueError for more than
+    FEW_TOKENS tokens.
     """
+    if max_tokens > FEW_TOKENS:
+        raise ValueError(f"max_tokens {max_tokens}: the limit is {FEW_TOKENS}")
     indices = [_make_index(weight.contiguous()) for weight in weights]
     data = allocate((len(indices), max(map(_num_bytes, indices))), torch.uint8)
     for row, weight, index in zip(data, weights, indices, strict=True):
+        row[:HEADER_BYTES].view(torch.int64).fill_(max_tokens)
         _pack_into(row, weight.contiguous(), index)
     return data
 
@@ -93,7 +103,7 @@ def _make_index(weight: Tensor) -> Tensor:
     job = _PACK.pack(0, 0, weight.data_ptr(), index.data_ptr(), num_inputs, num_outputs)
     _index_kernel()(job, choose_num_threads(weight.numel()))
     sizes = torch.where(index & _IS_LONG > 0, LONG_BYTES, SHORT_BYTES).view(-1)
-    first = -(-index.nbytes // ALIGNMENT) * ALIGNMENT
+    first = -(-(HEADER_BYTES + index.nbytes) // ALIGNMENT) * ALIGNMENT
     return index.add_((sizes.cumsum(0) - sizes + first).view_as(index) << _OFFSET_SHIFT)
 
 
@@ -103,15 +113,20 @@ def _num_bytes(index: Tensor) -> int:
 
 
 def _pack_into(data: Tensor, weight: Tensor, index: Tensor) -> None:
-    data[: index.nbytes].copy_(index.view(-1).view(torch.uint8))
+    data[HEADER_BYTES : HEADER_BYTES + index.nbytes].copy_(index.view(-1).view(torch.uint8))
     job = _PACK.pack(0, 0, weight.data_ptr(), data.data_ptr(), weight.shape[1], weight.shape[0])
     _write_kernel()(job, choose_num_threads(weight.numel()))
+
+
+def max_tokens_of(compact: Tensor) -> int:
+    """Return the most tokens for which a compact weight is read."""
+    return ctypes.c_int64.from_address(compact.data_ptr()).value
 
 
 def restore(compact: Tensor, num_outputs: int, num_inputs: int) -> Tensor:
     """Return the weight [num_outputs, num_inputs] of a compact one. Slow."""
     num_panels, num_tiles = num_outputs // PANEL, num_inputs // PANEL
-    index = compact[: 8 * num_panels * num_tiles].view(torch.int64).view(num_panels, num_tiles)
+    index = compact[HEADER_BYTES:][: 8 * num_panels * num_tiles].view(torch.int64).view(num_panels, num_tiles)
     out = torch.empty(num_panels, num_tiles, 16, 2, 16, 2, dtype=torch.bfloat16)
     for panel, tile in np.ndindex(num_panels, num_tiles):
         entry = int(index[panel, tile])
@@ -160,7 +175,7 @@ def _write_kernel() -> Launch:
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, _PACK_JOB)[0]
-        index = pointer(INT64, job.out)
+        index = pointer(INT64, job.out + HEADER_BYTES)
         tiles = job.num_inputs // PANEL
         panel = fetch_add(address, 0, 1)
         while panel < job.num_outputs // PANEL:
@@ -219,8 +234,14 @@ def first_tile(compact: int, panel: int, num_tiles: int) -> int:
     """Return the address of a panel's first tile in a compact weight; 0 without one."""
     if compact == 0:
         return 0
-    offset: int = pointer(INT64, compact)[panel * num_tiles] >> _OFFSET_SHIFT
+    offset: int = pointer(INT64, index_address(compact, panel, num_tiles))[0] >> _OFFSET_SHIFT
     return compact + offset
+
+
+@helper
+def index_address(compact: int, panel: int, num_tiles: int) -> int:
+    """Return the address of a panel's part of the index."""
+    return compact + HEADER_BYTES + 8 * panel * num_tiles
 
 
 def _emit_fetched_tile(builder: Any, tile: Any, number: Any, num_tiles: Any, following: Any) -> Any:

@@ -4,9 +4,9 @@ oneDNN does the same for many tokens, but each call costs tens of microseconds, 
 Here a weight is packed in the order in which it is read: panels of 32 outputs; in a panel 2 inputs at a time, as two
 registers of (16 outputs, input pair). For AMX, 32 inputs are two interleaved tiles. Reading in strictly ascending order
 keeps the hardware prefetcher close to the read bandwidth: with the two tiles one after the other and software
-prefetches it was a third of that (Zen 4, one thread, one token). For up to FEW_TOKENS tokens the `compact` copy of a
-weight is read, if there is one. An item is one panel for up to 32 tokens. Ways to multiply, best first: AMX tiles,
-pairs by AVX512-BF16, pairs widened to float32. In the last two a token's sum does not depend on other tokens.
+prefetches it was a third of that (Zen 4, one thread, one token). For few tokens the `compact` copy of a weight is read,
+if there is one. An item is one panel for up to 32 tokens. Ways to multiply, best first: AMX tiles, pairs by
+AVX512-BF16, pairs widened to float32. In the last two a token's sum does not depend on other tokens.
 
 With 8 tokens or more, AVX512-BF16 takes about as long to compute as the memory to deliver a panel, and the CPU did one
 after the other. So a thread takes its next item early and fetches that panel meanwhile (Zen 5, all products of the
@@ -48,7 +48,7 @@ from .bf16 import (
     tile_release,
     tile_store,
 )
-from .compact import FEW_TOKENS, emit_tiles, first_tile
+from .compact import FEW_TOKENS, emit_tiles, first_tile, index_address, max_tokens_of
 from .launch import Launch, choose_num_threads, compile_kernel, define_job, helper
 from .simd import (
     BFLOAT16,
@@ -56,6 +56,7 @@ from .simd import (
     FLOAT32,
     I64,
     INT32,
+    INT64,
     add,
     emit_constant,
     emit_load,
@@ -77,7 +78,7 @@ GROUP_TOKENS = 2 * TILE_ROWS  # tokens of an item
 LINE_BYTES = 64
 SCRATCH_FLOATS = 4 * TILE_BYTES // 4  # per thread
 BLOCK_TOKENS = 8  # multiplied at once, at most, without AMX
-HAS_COMPACT_BLOCKS = FEW_TOKENS >= BLOCK_TOKENS  # whether a compact weight is read for so many
+HAS_COMPACT_BLOCKS = FEW_TOKENS >= BLOCK_TOKENS  # whether compact weights may be read for so many
 BLOCK_BYTES, MIN_BLOCK_GROUPS = 1 << 20, 4  # of tokens that stay in a core's cache while all panels are read
 
 WEIGHT_JOB, _PACK_WEIGHT = define_job("weight out num_inputs num_outputs")
@@ -146,9 +147,10 @@ def multiply(
 
 
 def multiply_few(x: Tensor, compact: Tensor, num_outputs: int, bias: Tensor | None = None) -> Tensor:
-    """Apply a bf16 linear layer with a compact weight to at most FEW_TOKENS tokens, as `multiply` does."""
-    if len(x) > FEW_TOKENS:
-        raise ValueError(f"{len(x)} tokens, but the limit is {FEW_TOKENS}")
+    """Apply a bf16 linear layer with a compact weight, as `multiply` does. Raises: ValueError for too many tokens."""
+    max_tokens = max_tokens_of(compact)
+    if len(x) > max_tokens:
+        raise ValueError(f"{len(x)} tokens, but the limit is {max_tokens}")
     return _multiply(x, None, bias, None, compact, num_outputs)
 
 
@@ -233,7 +235,7 @@ def _tile_kernel(native: bool) -> Launch:
 @helper
 def reads_compact(job: Any) -> bool:
     """Return whether the tokens of a job are few enough to read the compact weight."""
-    return bool(job.compact != 0 and job.num_tokens <= FEW_TOKENS)
+    return bool(job.compact != 0 and job.num_tokens <= pointer(INT64, job.compact)[0])
 
 
 @helper
@@ -325,7 +327,7 @@ def multiply_pairs(
     """
     stride, steps = 2 * job.num_inputs, job.num_inputs // PANEL
     weight = panel_address(job.weight, job.num_inputs, panel)
-    compact, index = job.compact, job.compact + 8 * panel * steps
+    compact, index = job.compact, index_address(job.compact, panel, steps)
     if not reads_compact(job):
         compact = 0
     while token < end:

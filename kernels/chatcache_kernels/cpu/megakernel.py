@@ -62,20 +62,25 @@ class KernelCalls:
 
 
 class KernelQueue:
-    """Kernel calls that run in order, each given as (calls, index); a call may occur only once."""
+    """Kernel calls that run in order, each given as (calls, index); a call may occur only once.
+
+    Not thread-safe.
+    """
 
     def __init__(self, steps: Sequence[tuple[KernelCalls, int]]) -> None:
         jobs = {id(jobs): jobs for jobs, _ in steps}.values()
         self._taken = [each.records.view(np.int64).reshape(len(each.records), -1)[:, :2] for each in jobs]
         self._steps = np.array([(jobs.entry, jobs.address(index)) for jobs, index in steps], np.int64)
+        self._counters = np.zeros(len(steps), np.int64)
+        places = self._steps.ctypes.data, self._counters.ctypes.data
+        self._job = _PACK_QUEUE.pack(0, 0, *places, len(steps), _usleep())
 
     def run(self, num_threads: int) -> None:
         """Run every call. All are finished when this returns."""
         for taken in self._taken:  # next_item and next_thread, the first fields of each record
             taken[:] = 0
-        counters = np.zeros(len(self._steps), np.int64)
-        job = _PACK_QUEUE.pack(0, 0, self._steps.ctypes.data, counters.ctypes.data, len(self._steps), _usleep())
-        _queue_kernel()(job, num_threads)
+        self._counters[:] = 0
+        _queue_kernel()(self._job, num_threads)
 
 
 @cache

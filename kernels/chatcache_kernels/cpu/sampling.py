@@ -1,4 +1,4 @@
-"""Passes over the vocabulary, row by row: Gumbel noise, argmax, the largest values, temperature, log-sum-exp.
+"""Passes over the vocabulary, row by row: draws, noise, argmax, the largest values, temperature, log-sum-exp.
 
 Sampling in torch calls takes a dozen passes over [num_rows, vocab_size], each through memory; at 32 rows that costs as
 much as a small model's whole step. No bit of a row depends on other rows, on their number, or on the threads.
@@ -6,6 +6,7 @@ much as a small model's whole step. No bit of a row depends on other rows, on th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, types
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -23,6 +25,7 @@ from .simd import (
     I32,
     INT32,
     INT64,
+    KINDS,
     LOG2E,
     add,
     div,
@@ -171,8 +174,8 @@ _SUM_BLOCK = 64  # registers per partial sum
 SAMPLING_JOB, _PACK = define_job("x base base_stride low high levels chosen out num_rows width size")
 """Addresses; a kernel reads those that it needs.
 
-x [R, W] float32; base [W] int32, or [R, W] with base_stride W; low, high [R] int32; levels [R] float32; chosen [R]
-int64, or [R, size] as an output. W is the vocabulary size.
+x [R, W] float32; base [W] int32, or [R, W] with base_stride W; low, high [R] int32; levels [R] float32; chosen
+[R, size] int64, an output. W is the vocabulary size.
 """
 
 MAX_TOP = 512  # values of a row that `top_tokens` can return
@@ -191,20 +194,6 @@ def gumbel(base: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return out
 
 
-def gumbel_argmax(x: Tensor, base: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return the index of the largest x + gumbel(base, low, high) of each row.
-
-    Of equal values the first is returned.
-    Shapes: x [num_rows, vocab_size] float32, base [vocab_size] -> [num_rows] int64.
-    """
-    x = _pad_to_register(x)
-    if len(base) < _LANES:
-        base = functional.pad(base, (0, _LANES - len(base)))
-    out = torch.empty(len(x), dtype=torch.int64)
-    _run(_argmax_kernel(True), x, out, x.shape[1], base=base, low=low, high=high)
-    return out
-
-
 def argmax(x: Tensor) -> Tensor:
     """Return the index of the largest value of each row; of equal values, the first.
 
@@ -213,7 +202,7 @@ def argmax(x: Tensor) -> Tensor:
     """
     x = _pad_to_register(x)
     out = torch.empty(len(x), dtype=torch.int64)
-    _run(_argmax_kernel(False), x, out, x.shape[1])
+    _run(_argmax_kernel(), x, out, x.shape[1])
     return out
 
 
@@ -241,18 +230,6 @@ def apply_temperature(x: Tensor, temperature: Tensor) -> Tensor:
     return out[:, :width]
 
 
-def mass_before(x: Tensor, chosen: Tensor, floor: Tensor) -> Tensor:
-    """Return the share of a row's exponentials that precedes the chosen token in rank order.
-
-    Greater values precede, and equal values with a lower index. Values below `floor` have no mass.
-    Shapes: x [num_rows, vocab_size], floor [num_rows] float32, chosen [num_rows] int64 -> [num_rows] float32.
-    """
-    x = _pad_to_register(x)
-    out = torch.empty(len(x))
-    _run(_mass_before_kernel(), x, out, x.shape[1], levels=floor, chosen=chosen)
-    return out
-
-
 def log_sum_exp(x: Tensor) -> Tensor:
     """Return log(sum(exp(x))) of each row.
 
@@ -263,6 +240,57 @@ def log_sum_exp(x: Tensor) -> Tensor:
     out = torch.empty(len(x))
     _run(_lse_kernel(), x, out, x.shape[1])
     return out
+
+
+DRAW_FIELDS = "width seed lane position temperature top_k top_p min_p num_top"
+DRAW_JOB, _PACK_DRAW = define_job(
+    f"logits index base {DRAW_FIELDS} floor tokens logprobs top_values top_tokens size num_draws vocab_size"
+)
+"""Addresses, shapes and types as in `draw_tokens`; tokens [D] int32 and logprobs [D] float32 are written.
+
+floor [D] float32: the smallest scaled logit that passes min_p. top_values [D, size] float32 and top_tokens [D, size]
+int64: memory for the largest scaled logits of draws with top_k.
+"""
+
+_DRAW_TYPES = (np.int32, np.uint64, np.int32, np.int32, np.float32, np.int32, np.float32, np.float32, np.int32)
+_UNSUPPORTED, _BROKEN = -2, -1  # instead of a token
+
+
+def draw_tokens(
+    logits: Tensor, index: NDArray[np.int64], fields: Sequence[NDArray[Any]], base: Tensor
+) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
+    """Sample one token for each draw in one kernel; return the tokens and their log-probabilities.
+
+    Returns None unless every draw has width 1, no alternatives to report, and a top_k of at most MAX_TOP. Temperature
+    0 is greedy; otherwise the token is the one of largest (logit - largest) / temperature + noise of those that pass
+    min_p, then top_k, then top_p. The noise is keyed by (seed, lane, position). Equal logits rank by token. A token is
+    -1 where the logits are not finite. Log-probabilities are those of all logits, as of `log_sum_exp`.
+
+    Between two steps of a model its weights replace everything in the caches, so that each operation on the logits
+    costs several times what it costs in a loop.
+    Shapes: logits [U, V] float32, bfloat16 or float16; index [D], the row of each draw; fields: DRAW_FIELDS, each [D];
+    base [V] -> [D] each.
+    """
+    num_draws, vocab_size = len(index), logits.shape[1]
+    if vocab_size < _LANES or not num_draws:
+        return None
+    logits = logits.contiguous()
+    arrays: list[NDArray[Any]] = [np.ascontiguousarray(index, np.int64)]
+    arrays += map(np.ascontiguousarray, fields, _DRAW_TYPES)
+    top_k, min_p = arrays[6], arrays[8]
+    size = max(int(top_k.max()), 0)
+    if size:
+        size = min(int(top_k.max(initial=0, where=top_k < vocab_size)), MAX_TOP)
+    floor = min_p
+    if min_p.any():
+        with np.errstate(divide="ignore"):
+            floor = np.log(np.maximum(min_p, 0.0)).astype(np.float32)
+    tokens, logprobs = np.empty(num_draws, np.int32), np.empty(num_draws, np.float32)
+    values, ids = np.empty((num_draws, size), np.float32), np.empty((num_draws, size), np.int64)
+    places = [array.ctypes.data for array in (*arrays, floor, tokens, logprobs, values, ids)]
+    job = _PACK_DRAW.pack(0, 0, logits.data_ptr(), places[0], base.data_ptr(), *places[1:], size, num_draws, vocab_size)
+    _draw_kernel(KINDS[logits.dtype])(job, min(choose_num_threads(num_draws * vocab_size), num_draws))
+    return None if tokens[0] == _UNSUPPORTED else (tokens, logprobs)
 
 
 def _pad_to_register(x: Tensor) -> Tensor:
@@ -300,6 +328,31 @@ def _register_offset(step: int, width: int) -> int:
     return min(step * _LANES, width - _LANES)
 
 
+@helper
+def _row_max(zero: Any, x: Any, start: int, width: int) -> Any:
+    """Return the largest value of the row that begins at element `start`."""
+    top = splat(zero, np.float32(-np.inf))
+    for step in range(_num_registers(width)):
+        top = maximum(load(zero, x, start + _register_offset(step, width)), top)
+    return reduce_max(top)
+
+
+@helper
+def _row_log_sum_exp(zero: Any, x: Any, start: int, width: int, highest: float) -> Any:
+    """Return log(sum(exp(x))) of the row that begins at element `start`, whose largest value is `highest`."""
+    best, scale, summed = splat(zero, np.float32(-highest)), splat(zero, np.float32(LOG2E)), zero
+    for block in range(0, _num_registers(width), _SUM_BLOCK):  # partial sums, so that small terms are not lost
+        some = zero
+        for step in range(block, min(block + _SUM_BLOCK, _num_registers(width))):
+            at = _register_offset(step, width)
+            weight = exp2(mul(add(load(zero, x, start + at), best), scale))
+            if at < step * _LANES:
+                weight = mask_lanes(weight, step * _LANES - at, _LANES, np.float32(0.0))
+            some = add(some, weight)
+        summed = add(summed, some)
+    return highest + np.float32(np.log(reduce_sum(summed))) if highest > -np.inf else np.float32(-np.inf)
+
+
 @cache
 def _gumbel_kernel() -> Launch:
     """Return the launcher of the Gumbel noise kernel. Takes a SAMPLING_JOB without x."""
@@ -320,32 +373,37 @@ def _gumbel_kernel() -> Launch:
 
 
 @cache
-def _argmax_kernel(noisy: bool) -> Launch:
-    """Return the launcher of the argmax kernel, with Gumbel noise added if `noisy`.
-
-    Takes a SAMPLING_JOB; without noise, one without base and keys.
-    """
+def _argmax_kernel() -> Launch:
+    """Return the launcher of the argmax kernel. Takes a SAMPLING_JOB with x and out."""
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, SAMPLING_JOB)[0]
         zero, width = zeros(_LANES), job.width
-        x, out, base = pointer(FLOAT32, job.x), pointer(INT64, job.out), pointer(INT32, job.base)
+        x, out = pointer(FLOAT32, job.x), pointer(INT64, job.out)
         row = fetch_add(address, 0, 1)
         while row < job.num_rows:
-            best, where = splat(zero, np.float32(-np.inf)), zero
-            for step in range(_num_registers(width)):
-                at = _register_offset(step, width)
-                value = load(zero, x, row * width + at)
-                if noisy:
-                    low, high = pointer(INT32, job.low)[row], pointer(INT32, job.high)[row]
-                    value = add(value, gumbel_lanes(zero, base, at, low, high))
-                where = select_greater(value, best, add(lane_indices(zero), splat(zero, np.float32(at))), where)
-                best = select_greater(value, best, value, best)
-            highest = splat(zero, reduce_max(best))
-            out[row] = np.int64(reduce_min(select_greater(highest, best, splat(zero, np.float32(width)), where)))
+            out[row] = max(_greedy_token(zero, x, row * width, width), 0)
             row = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
+
+
+@helper
+def _insert(values: Any, ids: Any, first: int, count: int, size: int, value: Any, token: int) -> int:
+    """Insert a value and its token into the `count` largest so far, best first; return how many there are now.
+
+    `values` and `ids` have them from element `first` on, at most `size`. Of equal values, the earlier one stays ahead.
+    """
+    if count < size:
+        count += 1
+    elif not value > values[first + size - 1]:
+        return count
+    at = first + count - 1
+    while at > first and values[at - 1] < value:
+        values[at], ids[at] = values[at - 1], ids[at - 1]
+        at -= 1
+    values[at], ids[at] = value, token
+    return count
 
 
 @cache
@@ -367,16 +425,7 @@ def _top_kernel() -> Launch:
                 if count == size and reduce_max(here) <= out[start + size - 1]:
                     continue
                 for index in range(step * _LANES, min((step + 1) * _LANES, width)):
-                    value = x[row * width + index]
-                    if count < size:
-                        count += 1
-                    elif not value > out[start + size - 1]:
-                        continue
-                    at = start + count - 1
-                    while at > start and out[at - 1] < value:
-                        out[at], chosen[at] = out[at - 1], chosen[at - 1]
-                        at -= 1
-                    out[at], chosen[at] = value, index
+                    count = _insert(out, chosen, start, count, size, x[row * width + index], index)
             row = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
@@ -392,10 +441,8 @@ def _temperature_kernel() -> Launch:
         x, out = pointer(FLOAT32, job.x), pointer(FLOAT32, job.out)
         row = fetch_add(address, 0, 1)
         while row < job.num_rows:
-            top = splat(zero, np.float32(-np.inf))
-            for step in range(_num_registers(width)):
-                top = maximum(load(zero, x, row * width + _register_offset(step, width)), top)
-            best, by = splat(zero, np.float32(-reduce_max(top))), splat(zero, pointer(FLOAT32, job.levels)[row])
+            highest, level = _row_max(zero, x, row * width, width), pointer(FLOAT32, job.levels)[row]
+            best, by = splat(zero, np.float32(-highest)), splat(zero, level)
             for step in range(_num_registers(width)):
                 at = row * width + _register_offset(step, width)
                 store(out, at, div(add(load(zero, x, at), best), by))
@@ -411,60 +458,223 @@ def _lse_kernel() -> Launch:
     def kernel(address: Any) -> None:
         job = carray(address, 1, SAMPLING_JOB)[0]
         zero, width = zeros(_LANES), job.width
-        x, out, scale = pointer(FLOAT32, job.x), pointer(FLOAT32, job.out), splat(zero, np.float32(LOG2E))
+        x, out = pointer(FLOAT32, job.x), pointer(FLOAT32, job.out)
         row = fetch_add(address, 0, 1)
         while row < job.num_rows:
-            top = splat(zero, np.float32(-np.inf))
-            for step in range(_num_registers(width)):
-                top = maximum(load(zero, x, row * width + _register_offset(step, width)), top)
-            highest, summed = reduce_max(top), zero
-            best = splat(zero, np.float32(-highest))
-            for block in range(0, _num_registers(width), _SUM_BLOCK):  # partial sums, so that small terms are not lost
-                some = zero
-                for step in range(block, min(block + _SUM_BLOCK, _num_registers(width))):
-                    at = _register_offset(step, width)
-                    weight = exp2(mul(add(load(zero, x, row * width + at), best), scale))
-                    if at < step * _LANES:
-                        weight = mask_lanes(weight, step * _LANES - at, _LANES, np.float32(0.0))
-                    some = add(some, weight)
-                summed = add(summed, some)
-            out[row] = highest + np.float32(np.log(reduce_sum(summed))) if highest > -np.inf else np.float32(-np.inf)
+            out[row] = _row_log_sum_exp(zero, x, row * width, width, _row_max(zero, x, row * width, width))
             row = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
 
 
-@cache
-def _mass_before_kernel() -> Launch:
-    """Return the launcher of the `mass_before` kernel.
+@helper
+def _mix64(x: Any) -> Any:
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
 
-    Takes a SAMPLING_JOB with x, levels, chosen and out.
+
+@helper
+def _is_supported(job: Any, draw: int, vocab_size: int) -> Any:
+    """Return whether a draw has width 1, no alternatives to report, and no large top_k."""
+    top_k = pointer(INT32, job.top_k)[draw]
+    has_few = top_k <= MAX_TOP or top_k >= vocab_size
+    return pointer(INT32, job.width)[draw] == 1 and pointer(INT32, job.num_top)[draw] == 0 and has_few
+
+
+@helper
+def _lane(register: Any, lane: int) -> Any:
+    """Return one lane of a register; not NaN."""
+    return reduce_max(mask_lanes(register, lane, lane + 1, np.float32(-np.inf)))
+
+
+# In the following, `row` is (logits, first element, width, -largest logit, temperature), the last two in each lane;
+# `noise` is (base, low, high), as in `gumbel`.
+
+
+@helper
+def _scaled(zero: Any, row: Any, at: int) -> Any:
+    """Return the register of scaled logits (logit - largest) / temperature from token `at` on."""
+    x, start, _, shift, by = row
+    return div(add(load(zero, x, start + at), shift), by)
+
+
+@helper
+def _weight(zero: Any, scaled: Any) -> Any:
+    """Return e to the power of each lane."""
+    return exp2(mul(scaled, splat(zero, np.float32(LOG2E))))
+
+
+@helper
+def _first_of_largest(zero: Any, best: Any, where: Any, width: int) -> Any:
+    """Return the lowest of the tokens `where` in the lanes of `best` that are the largest; -1 if none is above -inf."""
+    largest = reduce_max(best)
+    if not largest > -np.inf:
+        return -1
+    chosen = select_greater(splat(zero, largest), best, splat(zero, np.float32(width)), where)
+    return np.int64(reduce_min(chosen))
+
+
+@helper
+def _greedy_token(zero: Any, x: Any, start: int, width: int) -> Any:
+    """Return the token of the largest logit."""
+    best, where = splat(zero, np.float32(-np.inf)), zero
+    for step in range(_num_registers(width)):
+        at = _register_offset(step, width)
+        value = load(zero, x, start + at)
+        where = select_greater(value, best, add(lane_indices(zero), splat(zero, np.float32(at))), where)
+        best = select_greater(value, best, value, best)
+    return _first_of_largest(zero, best, where, width)
+
+
+@helper
+def _noisy_token(zero: Any, row: Any, noise: Any, value: Any, end: Any) -> Any:
+    """Return the token of the largest scaled logit plus noise; -1 if there is none.
+
+    Only of tokens that rank before token `end` of scaled logit `value`, of all if `end` is the width.
     """
+    width, (base, low, high) = row[2], noise
+    none, level, last = splat(zero, np.float32(-np.inf)), splat(zero, value), splat(zero, np.float32(end))
+    best, where = none, zero
+    for step in range(_num_registers(width)):
+        at = _register_offset(step, width)
+        here, tokens = _scaled(zero, row, at), add(lane_indices(zero), splat(zero, np.float32(at)))
+        noisy = add(here, gumbel_lanes(zero, base, at, low, high))
+        if end < width:
+            equal = select_greater(level, here, none, select_greater(last, tokens, noisy, none))
+            noisy = select_greater(here, level, noisy, equal)
+        where = select_greater(noisy, best, tokens, where)
+        best = select_greater(noisy, best, noisy, best)
+    return _first_of_largest(zero, best, where, width)
+
+
+@helper
+def _mass_before(zero: Any, row: Any, floor: Any, value: Any, token: int) -> Any:
+    """Return the share of the row's probability that ranks before `token`, whose scaled logit is `value`.
+
+    Scaled logits below `floor` have none.
+    """
+    width, least, level = row[2], splat(zero, floor), splat(zero, value)
+    before_sum, all_sum = zero, zero
+    for block in range(0, _num_registers(width), _SUM_BLOCK):  # partial sums, so that small terms are not lost
+        partial_before, some = zero, zero
+        for step in range(block, min(block + _SUM_BLOCK, _num_registers(width))):
+            at = _register_offset(step, width)
+            here = _scaled(zero, row, at)
+            weight = select_greater(least, here, zero, _weight(zero, here))
+            if at < step * _LANES:
+                weight = mask_lanes(weight, step * _LANES - at, _LANES, np.float32(0.0))
+            before = select_greater(here, level, weight, zero)
+            if at < token:  # equal values with a lower index
+                earlier = mask_lanes(weight, 0, token - at, np.float32(0.0))
+                before = select_greater(here, level, weight, select_greater(level, here, zero, earlier))
+            partial_before, some = add(partial_before, before), add(some, weight)
+        before_sum, all_sum = add(before_sum, partial_before), add(all_sum, some)
+    return reduce_sum(before_sum) / reduce_sum(all_sum)
+
+
+@helper
+def _random_token(zero: Any, row: Any, noise: Any, floor: Any, top_p: Any) -> Any:
+    """Return the token of the largest scaled logit plus noise of those that pass min_p and top_p.
+
+    A token that does not pass rules out all that rank after it; so the next one is searched before it.
+    """
+    width = row[2]
+    token = _noisy_token(zero, row, noise, np.float32(0.0), width)
+    while token >= 0:
+        at = min(token, width - _LANES)
+        value = _lane(_scaled(zero, row, at), token - at)
+        if value >= floor and (top_p >= 1 or _mass_before(zero, row, floor, value, token) < top_p):
+            break
+        earlier = _noisy_token(zero, row, noise, value, token)
+        if earlier < 0:
+            break
+        token = earlier
+    return token
+
+
+@helper
+def _find_top(zero: Any, row: Any, values: Any, ids: Any, first: int, size: int) -> None:
+    """Write the `size` largest scaled logits and their tokens from element `first` on, best first."""
+    width, count = row[2], 0
+    for step in range(_num_registers(width)):
+        at = _register_offset(step, width)
+        here = _scaled(zero, row, at)
+        if count == size and reduce_max(here) <= values[first + size - 1]:
+            continue
+        for lane in range(step * _LANES - at, _LANES):
+            count = _insert(values, ids, first, count, size, _lane(here, lane), at + lane)
+
+
+@helper
+def _random_top_token(
+    zero: Any, row: Any, noise: Any, floor: Any, top_p: Any, values: Any, ids: Any, first: int, size: int
+) -> Any:
+    """Return the token of the largest scaled logit plus noise of the `size` largest that pass min_p and top_p.
+
+    `values`, `ids`: memory for these, from element `first` on.
+    """
+    width, (base, low, high) = row[2], noise
+    _find_top(zero, row, values, ids, first, size)
+    total, before = np.float32(0.0), np.float32(0.0)
+    for place in range(first, first + size):
+        if values[place] >= floor:
+            total += _lane(_weight(zero, splat(zero, values[place])), 0)
+    best, token = np.float32(-np.inf), ids[first]
+    for place in range(first, first + size):
+        is_kept = values[place] >= floor and (top_p >= 1 or before / total < top_p)
+        if place > first and not is_kept:
+            break
+        before += _lane(_weight(zero, splat(zero, values[place])), 0)
+        at = min(ids[place], width - _LANES)
+        noisy = values[place] + _lane(gumbel_lanes(zero, base, at, low, high), ids[place] - at)
+        if noisy > best:
+            best, token = noisy, ids[place]
+    return token
+
+
+@cache
+def _draw_kernel(kind: int) -> Launch:
+    """Return the launcher of the `draw_tokens` kernel for a kind of logits. Takes a DRAW_JOB."""
 
     def kernel(address: Any) -> None:
-        job = carray(address, 1, SAMPLING_JOB)[0]
-        zero, width = zeros(_LANES), job.width
-        x, out, chosen = pointer(FLOAT32, job.x), pointer(FLOAT32, job.out), pointer(INT64, job.chosen)
-        row = fetch_add(address, 0, 1)
-        while row < job.num_rows:
-            level = splat(zero, pointer(FLOAT32, job.levels)[row])
-            value = splat(zero, x[row * width + chosen[row]])
-            before_sum, all_sum, scale = zero, zero, splat(zero, np.float32(LOG2E))
-            for block in range(0, _num_registers(width), _SUM_BLOCK):  # partial sums, so that small terms are not lost
-                partial_before, some = zero, zero
-                for step in range(block, min(block + _SUM_BLOCK, _num_registers(width))):
-                    at = _register_offset(step, width)
-                    here = load(zero, x, row * width + at)
-                    weight = select_greater(level, here, zero, exp2(mul(here, scale)))
-                    if at < step * _LANES:
-                        weight = mask_lanes(weight, step * _LANES - at, _LANES, np.float32(0.0))
-                    before = select_greater(here, value, weight, zero)
-                    if at < chosen[row]:  # equal values with a lower index
-                        earlier = mask_lanes(weight, 0, chosen[row] - at, np.float32(0.0))
-                        before = select_greater(here, value, weight, select_greater(value, here, zero, earlier))
-                    partial_before, some = add(partial_before, before), add(some, weight)
-                before_sum, all_sum = add(before_sum, partial_before), add(all_sum, some)
-            out[row] = reduce_sum(before_sum) / reduce_sum(all_sum)
-            row = fetch_add(address, 0, 1)
+        job = carray(address, 1, DRAW_JOB)[0]
+        zero, width = zeros(_LANES), job.vocab_size
+        x, base = pointer(kind, job.logits), pointer(INT32, job.base)
+        tokens, logprobs = pointer(INT32, job.tokens), pointer(FLOAT32, job.logprobs)
+        for draw in range(job.num_draws):
+            if not _is_supported(job, draw, width):
+                tokens[0] = _UNSUPPORTED
+                return
+        draw = fetch_add(address, 0, 1)
+        while draw < job.num_draws:
+            start = pointer(INT64, job.index)[draw] * width
+            highest, temperature = _row_max(zero, x, start, width), pointer(FLOAT32, job.temperature)[draw]
+            total = _row_log_sum_exp(zero, x, start, width, highest)
+            if np.isfinite(total):
+                place = np.uint64(pointer(INT32, job.lane)[draw] & 0xFFFFFFFF) << np.uint64(32)
+                place |= np.uint64(pointer(INT32, job.position)[draw] & 0xFFFFFFFF)
+                seed = np.uint64(pointer(INT64, job.seed)[draw]) + np.uint64(0x9E3779B97F4A7C15)
+                key = _mix64(_mix64(seed) ^ place)
+                low: Any = np.int64(key & np.uint64(0xFFFFFFFF))
+                high: Any = np.int64(key >> np.uint64(32)) | 1
+                row = x, start, width, splat(zero, np.float32(-highest)), splat(zero, temperature)
+                noise = base, low, high
+                top_k, top_p = pointer(INT32, job.top_k)[draw], pointer(FLOAT32, job.top_p)[draw]
+                floor = np.float32(-np.inf)
+                if pointer(FLOAT32, job.min_p)[draw] > 0:
+                    floor = pointer(FLOAT32, job.floor)[draw]
+                if not temperature > 0:
+                    token = _greedy_token(zero, x, start, width)
+                elif 0 < top_k < width:
+                    values, ids = pointer(FLOAT32, job.top_values), pointer(INT64, job.top_tokens)
+                    token = _random_top_token(zero, row, noise, floor, top_p, values, ids, draw * job.size, top_k)
+                else:
+                    token = _random_token(zero, row, noise, floor, top_p)
+                at = min(token, width - _LANES)
+                tokens[draw], logprobs[draw] = token, _lane(load(zero, x, start + at), token - at) - total
+            else:
+                tokens[draw], logprobs[draw] = _BROKEN, np.float32(-np.inf)
+            draw = fetch_add(address, 0, 1)
 
     return compile_kernel(kernel)
