@@ -121,6 +121,19 @@ def test_files_fit_a_narrow_screen_in_any_direction_and_theme(open_page: Any) ->
     assert find_beyond(chat.page) == []
 
 
+def test_cached_files_of_a_message_wrap_on_a_phone(open_page: Any) -> None:
+    chat = open_page(viewport={"width": 360, "height": 740})
+    files = [("notes-of-the-meeting-of-last-monday.txt", NOTES.encode()), ("names.txt", b"dragon " * 40)]
+    for _ in range(2):  # in the second chat from the cache
+        chat.page.keyboard.press("Control+Shift+O")
+        chat.page.wait_for_selector(".empty-state")
+        chat.drop(".thread", files)
+        wait_for_chips(chat, 2)
+        chat.ask("Which dragon sleeps?")
+    assert "from the cache" in chat.page.locator(".file-card").first.inner_text()
+    assert find_beyond(chat.page) == []
+
+
 def test_file_that_is_too_long_for_the_model_is_not_sent(chat: RecordedPage) -> None:
     chat.drop(".thread", [("long.txt", b"dragon " * 4000)])
     wait_for_chips(chat, 1)

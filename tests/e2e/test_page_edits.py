@@ -111,6 +111,7 @@ def test_shared_link_is_read_without_the_page_until_it_ends(chat: RecordedPage) 
     assert page.evaluate("getComputedStyle(document.querySelector('.user')).paddingLeft") == "16px"  # the style applies
     page.close()
     chat.page.locator(f"{row} .conversation-menu").click()
+    assert chat.page.locator("[role=menuitem][data-label='Copy the shared link']").count() == 1
     with chat.page.expect_response(lambda response: response.request.method == "DELETE"):
         chat.page.click("[role=menuitem][data-label='Stop sharing']")
     assert chat.page.request.get(link).status == 404

@@ -218,6 +218,7 @@ def test_composer_on_a_phone_keeps_its_buttons_in_one_row(width: int, open_page:
     chat.say("Hello")
     page.wait_for_selector(".composer [aria-label=Stop]")
     page.wait_for_selector(".meter")
+    page.hover(".composer [aria-label=Stop]")  # as a phone does where the finger was last
     seen.append(page.evaluate(FOOT))
     page.fill("#composer", "More")
     page.wait_for_selector(".composer [aria-label=Queue]")

@@ -5,17 +5,15 @@ from __future__ import annotations
 import gzip
 import re
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import BUILT_PAGE
 from tests.e2e.recorded_page import RecordedPage
+from tests.e2e.requirements import require
 
-pytestmark = pytest.mark.slow
-
-WEB = Path(__file__).parents[2] / "web"
-STATIC = WEB.parent / "chatcache" / "gateway" / "static"
+STATIC = BUILT_PAGE.parent
 MOST_BYTES = 105_000  # of the first load
 MOST_REPLY_BYTES = 121_000  # of the first load and the first reply, without the font
 POLICY = {
@@ -33,6 +31,7 @@ POLICY = {
 }
 
 
+@pytest.mark.slow
 def test_policy_is_sent_and_the_page_obeys_it(server: str) -> None:
     with urllib.request.urlopen(server, timeout=10) as reply:
         sent = dict(part.strip().split(" ", 1) for part in reply.headers["content-security-policy"].split(";"))
@@ -43,6 +42,7 @@ def test_policy_is_sent_and_the_page_obeys_it(server: str) -> None:
     assert re.findall(r"(?:src|href)=\"(?!\./)", html) == []
 
 
+@pytest.mark.slow
 def test_first_load_is_small(open_page: Any) -> None:
     """Transfer at most 105 KB: page, program, styles and fonts, without the list of conversations."""
     chat: RecordedPage = open_page()
@@ -65,12 +65,14 @@ def test_first_load_is_small(open_page: Any) -> None:
 
 def test_files_of_a_first_reply_are_small_too() -> None:
     """The renderer loads with the first text."""
-    names = re.findall(r"(?:src|href)=\"\./([^\"]+)\"", (STATIC / "index.html").read_text())
-    needed = [STATIC / "index.html", *(STATIC / name for name in names), *STATIC.glob("assets/renderer-*.js")]
+    require(BUILT_PAGE.is_file(), "the built page", "make web")
+    names = re.findall(r"(?:src|href)=\"\./([^\"]+)\"", BUILT_PAGE.read_text())
+    needed = [BUILT_PAGE, *(STATIC / name for name in names), *STATIC.glob("assets/renderer-*.js")]
     assert len(needed) >= 5
     assert sum(len(gzip.compress(path.read_bytes())) for path in needed) <= MOST_REPLY_BYTES
 
 
+@pytest.mark.slow
 def test_page_works_on_a_phone(open_page: Any, picture: Any) -> None:
     phone = {"width": 390, "height": 844}
     chat: RecordedPage = open_page(viewport=phone, device_scale_factor=2, is_mobile=True, has_touch=True)

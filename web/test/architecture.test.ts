@@ -107,6 +107,10 @@ const SOURCES: Sources = Object.fromEntries(
 );
 
 describe("architecture of src", () => {
+  test("the sources are read, style sheets too", () => {
+    expect(Object.keys(SOURCES).filter((path) => SOURCES[path]!.trim() === "")).toEqual([]);
+  });
+
   test("the sources follow the layers, have no import cycle, and stay below the size limits", () => {
     expect(Object.keys(SOURCES).length).toBeGreaterThan(50);
     expect(violations(SOURCES)).toEqual([]);

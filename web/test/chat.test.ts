@@ -1,7 +1,9 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { autoTitle, DEFAULT_SAMPLING, parseSchema, sampling, systemPrompt } from "../src/app/settings";
 import { Chat } from "../src/chat/chat";
+import { QUESTION_EDITOR } from "../src/chat/drafts";
 import { requestFields } from "../src/chat/request";
+import type { Message } from "../src/chat/tree";
 import { type Call, FakeSocket, fakeNetwork } from "./fakes";
 
 let calls: Call[];
@@ -420,6 +422,20 @@ describe("Chat", () => {
     expect([reloaded.prefill.text.value, reloaded.thread.value.queued.value]).toEqual(["Four\n\nFive", []]);
   });
 
+  it("keeps the text of an editor across a reload, if its message is stored", async () => {
+    chat.send("One");
+    reply(["answer"]);
+    const [question, answer] = chat.thread.value.tree.value.path.value as [Message, Message];
+    chat.unsent.drafts.keepEdit(question, QUESTION_EDITOR, "Two");
+    const unstored = chat.thread.value.tree.value.add({ key: "u", parent: answer.key, role: "user" });
+    chat.unsent.drafts.keepEdit(unstored, QUESTION_EDITOR, "Three");
+    await vi.advanceTimersByTimeAsync(1000);
+    const reloaded = new Chat("ws://test/v1/responses").unsent.drafts;
+    expect([question, unstored].map((each) => reloaded.editOf(each, QUESTION_EDITOR))).toEqual(["Two", undefined]);
+    chat.unsent.drafts.keepEdit(question, QUESTION_EDITOR, null);
+    expect(chat.unsent.drafts.editOf(question, QUESTION_EDITOR)).toBeUndefined();
+  });
+
   it("sends the queue only when the server is ready", async () => {
     chat.send("One");
     chat.unsent.enqueue("Two");
@@ -471,6 +487,46 @@ describe("Chat", () => {
       chat.edit(chat.thread.value.tree.value.path.value[0]!, "Long");
       refuse();
       expect([texts(), chat.prefill.text.value]).toEqual([["Long", ""], ""]);
+    });
+
+    describe("and a version of another one", () => {
+      let question: Message;
+      const newest = () => chat.thread.value.tree.value.path.value[0]!;
+      const draftAfterReload = async () => {
+        await vi.advanceTimersByTimeAsync(1000);
+        return new Chat("ws://test/v1/responses").unsent.drafts.editOf(question, QUESTION_EDITOR);
+      };
+
+      beforeEach(() => {
+        chat.send("One");
+        reply(["answer"]);
+        question = newest();
+        chat.edit(question, "Long");
+        refuse();
+      });
+
+      it("is in the editor of that message after a reload", async () => {
+        expect(await draftAfterReload()).toBe("Long");
+      });
+
+      it("is replaced as a draft by the next refused one", async () => {
+        chat.edit(newest(), "Longer");
+        refuse();
+        expect(await draftAfterReload()).toBe("Longer");
+      });
+
+      it("is no draft once another version is stored", async () => {
+        chat.edit(newest(), "Short");
+        reply(["answer"], "2");
+        chat.unsent.drafts.saveSoon();
+        expect(await draftAfterReload()).toBeUndefined();
+      });
+
+      it("is no draft once it is deleted", async () => {
+        chat.edits.remove(newest());
+        chat.unsent.drafts.saveSoon();
+        expect(await draftAfterReload()).toBeUndefined();
+      });
     });
 
     it("returns to its hidden conversation", async () => {

@@ -1,11 +1,18 @@
-import { describe, expect, it } from "vitest";
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { WireConversation } from "../src/api/frames";
 import { RequestError } from "../src/api/rest";
 import { DEFAULT_SAMPLING, parseSampling } from "../src/app/settings";
-import { groupByDay } from "../src/conversations/conversations";
-import { describeFailure, summarizeImport, toFileName } from "../src/conversations/importExport";
+import { Conversations, groupByDay } from "../src/conversations/conversations";
+import {
+  copyLink,
+  describeFailure,
+  shareConversation,
+  summarizeImport,
+  toFileName,
+} from "../src/conversations/importExport";
 import { isPinned, MAX_SYSTEM_CHARS, readSettings, withPin, withSettings } from "../src/conversations/metadata";
 import { splitAtMarks } from "../src/conversations/search";
+import { type FakeServer, fakeNetwork } from "./fakes";
 
 describe("groupByDay", () => {
   const at = (iso: string, metadata = {}): WireConversation => ({
@@ -52,6 +59,39 @@ describe("groupByDay", () => {
 
   it("treats a time in the future as today", () => {
     expect(groupByDay([at("2026-03-16T08:00:00")], now)[0]!.name).toBe("Today");
+  });
+});
+
+describe("the link of a shared conversation", () => {
+  const SHARED = { id: "conv_1", title: "One", created_at: 0, updated_at: 0, active_leaf: null, rev: 2 };
+  const written: string[] = [];
+  let server: FakeServer;
+  let conversations: Conversations;
+
+  beforeEach(async () => {
+    server = fakeNetwork();
+    written.length = 0;
+    vi.stubGlobal("navigator", { clipboard: { writeText: (text: string) => Promise.resolve(written.push(text)) } });
+    conversations = new Conversations();
+    const conversation = { ...SHARED, metadata: { share: "msg_1 digest" } };
+    server.replies["/v1/conversations/conv_1/share"] = { path: "/share/conv_1.secret", conversation };
+    await shareConversation("conv_1", conversations);
+  });
+  afterEach(() => {
+    vi.unstubAllGlobals();
+    vi.useRealTimers();
+  });
+  const linkNow = () => conversations.linkOf(conversations.find("conv_1")!);
+
+  it("can be copied again", async () => {
+    expect(linkNow()).toBe("http://test/share/conv_1.secret");
+    await copyLink("conv_1", linkNow()!, conversations);
+    expect(written).toEqual(["http://test/share/conv_1.secret", "http://test/share/conv_1.secret"]);
+  });
+
+  it.each([[null], [{}], [{ share: "msg_1 other" }]])("is forgotten when the metadata is %j", (metadata) => {
+    conversations.upsert({ ...SHARED, rev: 3, metadata });
+    expect(linkNow()).toBeUndefined();
   });
 });
 

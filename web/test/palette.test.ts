@@ -125,3 +125,14 @@ describe("keys", () => {
     toasts.value = [];
   });
 });
+
+test("the page of the documentation names keys of commands only", async () => {
+  const { COMMANDS } = await import("../src/ui/commands");
+  const keys = new Set(COMMANDS.flatMap(({ keys }) => keys ?? []));
+  const { default: text } = await import("../../chatcache/gateway/docs/chat-page.md?raw");
+  const named = [...text.matchAll(/`((?:Ctrl|Alt)\+[^`]+)`/g)].map((match) =>
+    match[1]!.replace(/^Alt\+\d$/, "Alt+1 … 8"),
+  );
+  expect(named.length).toBeGreaterThan(10);
+  expect(named.filter((each) => !keys.has(each))).toEqual([]);
+});

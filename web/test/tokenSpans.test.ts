@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { rankChoices } from "../src/chat/tokenChoices";
-import { toTokenSpans } from "../src/chat/tokenFork";
+import { toTokenSpans } from "../src/chat/tokenInspector";
 
 const token = (index: number, start: number | null, end: number | null) => ({ index, start, end });
 

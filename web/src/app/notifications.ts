@@ -30,6 +30,9 @@ let count = 0;
 export const toasts = signal<readonly Toast[]>([]);
 
 /** Show a toast; returns its id. */
+/** For a part of the program that the browser could not load. */
+export const NOT_LOADED = "This part of the page did not load. Reload the page.";
+
 export function toast(text: string, action: ToastAction | null = null): number {
   const id = ++count;
   toasts.value = [...toasts.value, { id, text, action }];

@@ -180,7 +180,9 @@ export class Chat {
     const thread = this.thread.value;
     if (thread.live.value) return;
     const tree = thread.tree.value;
-    this.generate(thread, tree.add({ key: this.newKey("user"), parent: message.parent, role: "user", text }));
+    const edited = tree.add({ key: this.newKey("user"), parent: message.parent, role: "user", text });
+    this.unsent.drafts.trackEdit(thread, edited, message);
+    this.generate(thread, edited);
   }
 
   /** Generate a sibling of an answer that starts with its first tokens. */

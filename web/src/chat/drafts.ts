@@ -1,17 +1,29 @@
-// Unsent texts of each conversation, kept across reloads: the message box, and the messages queued before it.
+// Unsent texts, kept across reloads: of each conversation the message box and the messages queued before it, and of
+// each message the texts of its editors.
 
 import { effect, type ReadonlySignal, type Signal, untracked } from "@preact/signals";
 import { load, save } from "../app/browser";
+import { splitMessage } from "./attachments";
 import type { Thread } from "./thread";
+import type { Message } from "./tree";
 
+export const QUESTION_EDITOR = "Edit message"; // label of the editor
 const STORAGE_KEY = "drafts";
 const SAVE_DELAY_MS = 300;
 const MAX_DRAFTS = 50; // the oldest are removed
 const MAX_CHARS = 50_000; // of a stored draft; a longer one is lost with the page
 const NEW_CONVERSATION = "";
+const UNSTORED = "unstored "; // before keys that mean nothing after a reload
+
+/** The newest version of a message. */
+interface Edit {
+  readonly thread: Thread;
+  readonly edited: Message;
+}
 
 export class Drafts {
-  private readonly drafts: Map<string, string>; // of the message box
+  private readonly drafts: Map<string, string>; // of the message box and of editors
+  private readonly edits = new Map<Message, Edit>(); // by the original, until they are stored on the server
   private readonly threads = new Set<Thread>(); // shown so far
   private key = NEW_CONVERSATION; // of the shown conversation
   private timer: ReturnType<typeof setTimeout> | undefined;
@@ -50,6 +62,22 @@ export class Drafts {
     return true;
   }
 
+  /** The text of an editor that was left with Escape, or whose message the server refused. */
+  editOf(message: Message, editor: string): string | undefined {
+    return this.drafts.get(editKey(message, editor));
+  }
+
+  /** Keep the text of an editor for when it is opened again; null: there is nothing to keep. */
+  keepEdit(message: Message, editor: string, text: string | null): void {
+    this.store(editKey(message, editor), text ?? "");
+  }
+
+  /** Keep the text of a new version of a message until it is stored on the server. */
+  trackEdit(thread: Thread, edited: Message, original: Message): void {
+    const refused = [...this.edits].find(([, edit]) => edit.edited === original);
+    this.edits.set(refused?.[0] ?? original, { thread, edited });
+  }
+
   private store(key: string, text: string): void {
     if ((this.drafts.get(key) ?? "") === text) return;
     this.drafts.delete(key); // the newest is last
@@ -57,7 +85,7 @@ export class Drafts {
     this.saveSoon();
   }
 
-  private saveSoon(): void {
+  saveSoon(): void {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.save(), SAVE_DELAY_MS);
   }
@@ -69,13 +97,24 @@ export class Drafts {
       const key = keyOf(thread);
       texts.set(key, joinTexts(...thread.queued.peek().map(({ text }) => text), texts.get(key) ?? ""));
     }
-    const stored = [...texts].filter(([, text]) => text !== "" && text.length <= MAX_CHARS).slice(-MAX_DRAFTS);
+    for (const [original, { thread, edited }] of this.edits) {
+      const isDeleted = thread.tree.peek().get(edited.key) === undefined;
+      if (edited.id.peek() !== null || isDeleted) this.edits.delete(original);
+      else texts.set(editKey(original, QUESTION_EDITOR), splitMessage(edited.text.peek()).text);
+    }
+    const isKept = ([key, text]: [string, string]) =>
+      text !== "" && text.length <= MAX_CHARS && !key.startsWith(UNSTORED);
+    const stored = [...texts].filter(isKept).slice(-MAX_DRAFTS);
     save(STORAGE_KEY, Object.fromEntries(stored));
   }
 }
 
 function keyOf({ id }: Thread): string {
   return id.value ?? NEW_CONVERSATION;
+}
+
+function editKey({ id, key }: Message, editor: string): string {
+  return `${id.peek() ?? UNSTORED + key} ${editor}`;
 }
 
 /** Join messages to one, with an empty line between them. */

@@ -20,8 +20,6 @@ interface PendingDeletion {
 }
 
 export class MessageEdits {
-  /** Texts of editors that were left with Escape, by message and label of the editor. */
-  private readonly drafts = new WeakMap<Message, Map<string, string>>();
   private pending: PendingDeletion | null = null;
   private deleting: Promise<void> | null = null;
 
@@ -31,18 +29,6 @@ export class MessageEdits {
     private readonly loader: ConversationLoader,
   ) {
     addEventListener("pagehide", () => void this.flush());
-  }
-
-  draftOf(message: Message, editor: string): string | undefined {
-    return this.drafts.get(message)?.get(editor);
-  }
-
-  /** Keep the text of an editor for when it is opened again; null: there is nothing to keep. */
-  keepDraft(message: Message, editor: string, text: string | null): void {
-    const kept = this.drafts.get(message) ?? new Map<string, string>();
-    if (text === null) kept.delete(editor);
-    else kept.set(editor, text);
-    this.drafts.set(message, kept);
   }
 
   /** Store another version of an answer, as its sibling, and show it. Without a change there is nothing to store. */

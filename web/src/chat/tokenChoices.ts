@@ -1,7 +1,7 @@
 // What the view of an answer's tokens shows of their probabilities: ranked alternatives, and doubts.
 
 import type { Alternative, Alternatives } from "../api/rest";
-import { DOUBT } from "./tokenFork";
+import { DOUBT } from "./tokenInspector";
 
 export interface Choice extends Alternative {
   readonly isOriginal: boolean;

@@ -9,7 +9,7 @@ import type { QueuedMessage, Thread } from "./thread";
 import type { Message } from "./tree";
 
 export class UnsentMessages {
-  private readonly drafts: Drafts;
+  readonly drafts: Drafts;
   private readonly waiting = new Set<Thread>(); // threads whose queue is sent as soon as the server is ready
 
   /** `text`: content of the message box. */
@@ -62,8 +62,12 @@ export class UnsentMessages {
     }
   }
 
-  /** Move a refused new message, which the server has not stored, back into the message box if that is empty. */
+  /**
+   * Move a refused new message, which the server has not stored, back into the message box if that is empty. The text
+   * of an edited one is a draft of its editor after a reload.
+   */
   takeBack(thread: Thread, refused: Message, reason: string): void {
+    this.drafts.saveSoon();
     const tree = thread.tree.value;
     const isNew = refused.id.value === null && tree.siblings(refused).length === 1; // not an edited one
     if (!isNew || thread.attachments.value.length > 0) return;

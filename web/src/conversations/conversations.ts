@@ -21,6 +21,7 @@ export class Conversations {
   private readonly unseen = signal<ReadonlySet<string>>(new Set()); // answered while another conversation was shown
   private readonly now = signal(Date.now());
   private readonly ownChanges = new Set<Promise<WireConversation>>();
+  private readonly links = new Map<string, { readonly share: string | undefined; readonly url: string }>();
   wasUnreachable = false; // the server could not be reached when the list was read last
   private next: string | null = null;
   readonly copies = new OfflineCopies();
@@ -39,6 +40,17 @@ export class Conversations {
 
   find(id: string): WireConversation | undefined {
     return this.all.value.get(id);
+  }
+
+  /** Remember the link of a shared conversation while the page is open: the server returns it only once. */
+  rememberLink({ id, metadata }: WireConversation, url: string): void {
+    this.links.set(id, { share: metadata?.share, url });
+  }
+
+  /** The link of a shared conversation, if this page has made it. */
+  linkOf({ id, metadata }: WireConversation): string | undefined {
+    const link = this.links.get(id);
+    return metadata?.share !== undefined && link?.share === metadata.share ? link.url : undefined;
   }
 
   isPendingDelete(id: string): boolean {

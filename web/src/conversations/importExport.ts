@@ -27,14 +27,19 @@ export async function exportConversations(
 export async function shareConversation(id: string, conversations: Conversations, leaf?: string): Promise<void> {
   try {
     const share = await rest.shareConversation(id, leaf);
-    conversations.applyOwnChange(share.conversation);
     const link = new URL(share.path, location.origin).href;
-    const copied = await copyText(link);
-    const stop = { label: "Stop sharing", run: () => void endShare(id, conversations) };
-    toast(copied ? "Link copied. Everyone who has it can read this branch." : `Link: ${link}`, stop);
+    conversations.rememberLink(share.conversation, link);
+    conversations.applyOwnChange(share.conversation);
+    await copyLink(id, link, conversations);
   } catch (error) {
     toast(`Not shared. ${(error as Error).message}`);
   }
+}
+
+export async function copyLink(id: string, link: string, conversations: Conversations): Promise<void> {
+  const copied = await copyText(link);
+  const stop = { label: "Stop sharing", run: () => void endShare(id, conversations) };
+  toast(copied ? "Link copied. Everyone who has it can read this branch." : `Link: ${link}`, stop);
 }
 
 export async function endShare(id: string, conversations: Conversations): Promise<void> {

@@ -133,7 +133,7 @@ export function FileCards({ message, files }: { message: Message; files: readonl
         const fromCache = known !== undefined && isFromCache(known) && cachedTokens >= known.cachedTokens;
         return (
           <li key={index}>
-            <FileCard file={file} tokens={known?.tokens ?? null} fromCache={fromCache} />
+            <FileCard file={file} fromCache={fromCache} />
           </li>
         );
       })}
@@ -141,22 +141,26 @@ export function FileCards({ message, files }: { message: Message; files: readonl
   );
 }
 
-function FileCard({ file, tokens, fromCache }: { file: FileBlock; tokens: number | null; fromCache: boolean }) {
+/** The size is in characters: after a reload, and in other tabs, the page does not know the tokens of a sent file. */
+function FileCard({ file, fromCache }: { file: FileBlock; fromCache: boolean }) {
   const open = useSignal(false);
-  const size = tokens === null ? `${file.text.length.toLocaleString("en")} characters` : countTokens(tokens);
+  const { length } = file.text;
+  const size = `${length.toLocaleString("en")} ${length === 1 ? "character" : "characters"}`;
   return (
     <details class="file-card" onToggle={(event) => (open.value = event.currentTarget.open)}>
       <summary>
         <FileText />
-        <span class="attachment-name" dir="auto" title={file.name}>
-          {file.name}
-        </span>
-        <span class="attachment-cost">{size}</span>
-        {fromCache && (
-          <span class="badge" title="Its pages were in the cache: the file was not computed again">
-            from the cache
+        <span class="attachment-text">
+          <span class="attachment-name" dir="auto" title={file.name}>
+            {file.name}
           </span>
-        )}
+          <span class="attachment-cost">{size}</span>
+          {fromCache && (
+            <span class="badge" title="Its pages were in the cache: the file was not computed again">
+              from the cache
+            </span>
+          )}
+        </span>
       </summary>
       {open.value && (
         <pre dir="auto" tabIndex={0} role="region" aria-label={`Text of ${file.name}`}>

@@ -52,11 +52,11 @@ function ElapsedTime() {
 function LoadingBanner() {
   const state = useChat().readiness.status.value;
   if (state.phase === "loading") {
-    const isWarmingUp = state.progress >= WARM_UP_PROGRESS;
+    const isKnown = state.progress > 0 && state.progress < WARM_UP_PROGRESS;
     return (
       <div class="banner banner-info" role="status">
         <label>
-          Loading the model <progress {...(isWarmingUp ? {} : { value: state.progress })} max={1} />
+          Loading the model <progress {...(isKnown ? { value: state.progress } : {})} max={1} />
         </label>
         <span class="hint">{state.detail}</span>
         <ElapsedTime />

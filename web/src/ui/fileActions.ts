@@ -39,6 +39,10 @@ export async function share(chat: Chat, id: string): Promise<void> {
   await (await load()).shareConversation(id, chat.conversations, leaf);
 }
 
+export async function copyShareLink(chat: Chat, id: string, link: string): Promise<void> {
+  await (await load()).copyLink(id, link, chat.conversations);
+}
+
 export async function stopSharing(chat: Chat, id: string): Promise<void> {
   await (await load()).endShare(id, chat.conversations);
 }

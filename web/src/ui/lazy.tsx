@@ -3,7 +3,7 @@
 import { signal } from "@preact/signals";
 import type { ComponentType, JSX } from "preact";
 import { useEffect } from "preact/hooks";
-import { toast } from "../app/notifications";
+import { NOT_LOADED, toast } from "../app/notifications";
 
 /** Load a component when it is first shown. After a failure, which calls `failed`, showing it again retries. */
 export function lazy<Props extends object = object>(
@@ -19,7 +19,7 @@ export function lazy<Props extends object = object>(
         (component) => (loaded.value = component),
         () => {
           failed();
-          toast("This part of the page did not load. Reload the page.");
+          toast(NOT_LOADED);
         },
       );
     }, []);

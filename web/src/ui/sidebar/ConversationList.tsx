@@ -6,8 +6,8 @@ import type { WireConversation } from "../../api/frames";
 import type { Group } from "../../conversations/conversations";
 import { isPinned } from "../../conversations/metadata";
 import { useChat } from "../context";
-import { exportConversation, share, stopSharing } from "../fileActions";
-import { Close, Download, Edit, More, Pin, Share, Spark, Trash } from "../icons";
+import { copyShareLink, exportConversation, share, stopSharing } from "../fileActions";
+import { Close, Copy, Download, Edit, More, Pin, Share, Spark, Trash } from "../icons";
 import { MenuButton, type MenuItem } from "../Menu";
 import { closeSidebarIfNarrow, removeConversation } from "../navigation";
 
@@ -153,11 +153,18 @@ function menuItems(
 ): MenuItem[] {
   const { id } = head;
   const pinned = isPinned(head.metadata);
+  const link = chat.conversations.linkOf(head);
+  const copy = (url: string): MenuItem => ({
+    label: "Copy the shared link",
+    icon: <Copy />,
+    run: () => void copyShareLink(chat, id, url),
+  });
   const sharing: MenuItem[] =
     head.metadata?.share === undefined
       ? [{ label: "Share a link", icon: <Share />, line: true, run: () => void share(chat, id) }]
       : [
           { label: "Share a new link, end the old one", icon: <Share />, line: true, run: () => void share(chat, id) },
+          ...(link === undefined ? [] : [copy(link)]),
           { label: "Stop sharing", icon: <Close />, run: () => void stopSharing(chat, id) },
         ];
   return [

@@ -90,12 +90,13 @@ const THEMES: readonly { name: Theme; label: string; icon: typeof Sun }[] = [
 function SidebarFooter() {
   const chat = useChat();
   const model = chat.session.value?.model;
-  const state = chat.socket.state.value;
+  const isOpen = chat.socket.state.value === "open";
+  const label = isOpen ? "Connected to the server" : "No connection to the server";
   return (
     <div class="sidebar-foot">
       <span class="model-status" title={model}>
-        <span class={`dot ${state === "open" ? "dot-on" : "dot-off"}`} aria-hidden="true" />
-        <span class="conversation-title">{state === "open" ? (model ?? "connected") : "not connected"}</span>
+        <span class={`dot ${isOpen ? "dot-on" : "dot-off"}`} role="img" aria-label={label} title={label} />
+        <span class="conversation-title">{isOpen ? (model ?? "connected") : "not connected"}</span>
       </span>
       <span class="themes" role="group" aria-label="Theme">
         {THEMES.map(({ name, label, icon: Icon }) => (

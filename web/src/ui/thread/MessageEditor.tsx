@@ -1,4 +1,5 @@
 // Editor of a message in its place: a question, an answer, or the beginning of an answer. And the menu of a message.
+import type { ComponentChildren } from "preact";
 import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Message } from "../../chat/tree";
 import { useChat } from "../context";
@@ -19,19 +20,21 @@ interface EditorProps {
   readonly actions: readonly EditorAction[]; // Enter runs the last one
   readonly isTall?: boolean; // on a narrow screen it takes most of the height
   readonly onClose: () => void;
+  readonly children?: ComponentChildren; // above the text
 }
 
-export function MessageEditor({ message, label, text, hint, actions, isTall = false, onClose }: EditorProps) {
+export function MessageEditor(props: EditorProps) {
+  const { message, label, text, hint, actions, isTall = false, onClose, children } = props;
   const area = useRef<HTMLTextAreaElement>(null);
   // before the paint, so that no key press is lost
   useLayoutEffect(() => {
     area.current?.focus();
     area.current?.setSelectionRange(-1, -1);
   }, []);
-  const { edits } = useChat();
-  const draft = edits.draftOf(message, label) ?? text; // left with Escape
+  const { drafts } = useChat().unsent;
+  const draft = drafts.editOf(message, label) ?? text;
   const close = (kept: string | null = null) => {
-    edits.keepDraft(message, label, kept);
+    drafts.keepEdit(message, label, kept);
     onClose();
     focusComposer(); // otherwise the focus is lost with the editor
   };
@@ -54,6 +57,7 @@ export function MessageEditor({ message, label, text, hint, actions, isTall = fa
   };
   return (
     <div class={`user-message user-editor ${isTall ? "user-editor-tall" : ""}`}>
+      {children}
       <textarea
         ref={area}
         aria-label={label}

@@ -5,7 +5,7 @@ import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Alternatives as AlternativesResponse } from "../../api/rest";
 import { formatPercent, plural, showWhitespace } from "../../app/format";
 import { type Choice, doubtLevel, nextDoubt, rankChoices } from "../../chat/tokenChoices";
-import type { TokenInspector, TokenSpan } from "../../chat/tokenFork";
+import type { TokenInspector, TokenSpan } from "../../chat/tokenInspector";
 import { useChat } from "../context";
 import { Close, Left, Right } from "../icons";
 import { placeNextTo } from "../Menu";

@@ -3,6 +3,7 @@
 import { useSignal } from "@preact/signals";
 import { plural } from "../../app/format";
 import { joinMessage, splitMessage } from "../../chat/attachments";
+import { QUESTION_EDITOR } from "../../chat/drafts";
 import type { Message } from "../../chat/tree";
 import { FileCards } from "../Attachments";
 import { useChat } from "../context";
@@ -15,6 +16,7 @@ export function UserMessage({ message }: { message: Message }) {
   const editing = useSignal<"question" | "answer" | null>(null);
   const onClose = () => (editing.value = null);
   const { files, text } = splitMessage(message.text.value);
+  const cards = files.length > 0 && <FileCards message={message} files={files} />;
   if (editing.value === "question") {
     const send = (edited: string) => {
       const content = joinMessage(files, edited);
@@ -23,18 +25,20 @@ export function UserMessage({ message }: { message: Message }) {
     return (
       <MessageEditor
         message={message}
-        label="Edit message"
+        label={QUESTION_EDITOR}
         text={text}
         hint={`The old version stays as a branch.${files.length > 0 ? ` The new one has its ${plural(files.length, "file")}.` : ""}`}
         actions={[{ label: "Send", run: send }]}
         onClose={onClose}
-      />
+      >
+        {cards}
+      </MessageEditor>
     );
   }
   return (
     <article class="user-message" aria-label="You">
       <div class="user-content">
-        {files.length > 0 && <FileCards message={message} files={files} />}
+        {cards}
         {text !== "" && <UserText text={text} />}
       </div>
       <div class="tools">
