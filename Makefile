@@ -16,12 +16,13 @@ SIZE   := $(if $(GPU),about 3 GB to download and 8 GB on disk,about 350 MB to do
 TORCH  := $(shell sed -n 's/^ *"\(torch[<>=].*\)",$$/\1/p' pyproject.toml)
 TORCH_INDEX ?= $(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),https://download.pytorch.org/whl/cpu))
 
-.PHONY: help install serve test test-all pytest clients client-packages lint format bench web web-test gpu-check loadtest studies lock audit clean
+.PHONY: help install serve test test-all pytest clients client-packages lint format bench web web-test fuzz gpu-check loadtest studies lock audit clean
 
 help:
 	@echo "make serve      install, then chat page + API with the demo model on http://127.0.0.1:8000"
 	@echo "make test       install with test extras, then lint, types and the default test tier (minutes)"
 	@echo "make test-all   the second tier, too: process kills, soak, fuzz, every client"
+	@echo "make fuzz       random tests of the engine with other seeds each round (MINUTES=10)"
 	@echo "make clients    the tests with official clients and coding agents alone"
 	@echo "make bench      decode and prefill speed next to the limits of this machine"
 	@echo "make loadtest   16 users x 5 turns against a running server"
@@ -111,6 +112,18 @@ $(VENV)/.collected: $(VENV)/.installed-test
 
 pytest: $(VENV)/.collected web
 	$(PYTEST) $(ARGS)
+
+# Random tests of the engine, round by round with another seed, until MINUTES are over or one fails.
+MINUTES ?= 10
+FUZZERS := tests/kv_cache tests/scheduler tests/decoding tests/engine tests/model/test_workloads.py
+
+fuzz: $(VENV)/.collected
+	@end=$$(($$(date +%s) + 60 * $(MINUTES))); \
+	while [ $$(date +%s) -lt $$end ]; do \
+	    seed=$$($(BIN)/python -c 'import random; print(random.SystemRandom().randrange(2**31))'); echo "seed $$seed"; \
+	    CHATCACHE_TEST_SEED=$$seed $(PYTEST) -q -k '(hypothesis or random) and not injected' \
+	        --hypothesis-profile random --hypothesis-seed $$seed $(ARGS) $(FUZZERS) || exit 1; \
+	done
 
 # Clients of the contract tests outside the environment: npm packages, and litellm and frameworks (openai-agents,
 # instructor), which pin other dependencies.

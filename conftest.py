@@ -34,10 +34,11 @@ gc.disable()  # until all modules are imported, which makes a million objects: v
 NOT_RUN = pytest.StashKey[Counter[str]]()  # by marker, how many tests this machine cannot run
 
 # No deadlines: the time of an example depends on the load of the machine. Examples are derived from the test, so that
-# every run tries the same ones.
+# every run tries the same ones, apart from those of `make fuzz`.
 settings.register_profile(
     "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("random", settings.get_profile("suite"), derandomize=False)
 settings.load_profile("suite")
 
 # Some cases are random in every run. The seed is shared by all processes of a run and printed after a failure.

@@ -29,6 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `attention_backend`: auto | reference | cpu | triton. `quantization`: none | int8 | fp8 (8-bit weights, on CPUs and
     on GPUs). `tensor_parallel_size`: number of processes (ranks) that compute each layer together. `kv_cache_dtype`:
     auto (as the model computes) | fp8 (keys and values in 8 bits, on GPUs).
+    `chat_template`: a file with the chat template, "" for the model's own.
     `pooling`: auto (as the model folder says, else last) | last | mean, how embeddings are computed.
     `kv_memory_bytes=None`: a share of the free memory. `swap_space_bytes`: host memory for swapped pages; None for half
     of the KV memory, at most 1 GiB; 0 disables swapping.
@@ -48,6 +49,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     attention_backend: str = "auto"
     quantization: str = "none"
+    chat_template: str = ""
     pooling: str = "auto"
     kv_cache_dtype: str = "auto"
     kv_memory_bytes: int | None = None

@@ -53,7 +53,7 @@ def load_runner(config: EngineConfig, progress: Progress | None = None) -> Runne
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
-    """Load the tokenizer of `config.model`.
+    """Load the tokenizer of `config.model`, with its chat template or that of `config.chat_template`.
 
     Raises: ModelFolderError naming the file and the reason.
     """
@@ -63,7 +63,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
     folder = model_folder(config)
     check_links(folder)
     with as_model_folder_error(folder):
-        return read_tokenizer(folder)
+        return read_tokenizer(folder, template_file=Path(config.chat_template) if config.chat_template else None)
 
 
 def has_tokenizer(config: EngineConfig) -> bool:

@@ -11,7 +11,10 @@ import logging
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 LogFormat = Literal["text", "json"]
 
@@ -22,14 +25,30 @@ _TEXT = "%(asctime)s %(levelname)s {process}%(name)s: %(message)s"
 
 
 def configure_logging(level: str, form: LogFormat, process: str, stream: TextIO | None = None) -> None:
-    """Send all log records of this process to stderr.
+    """Send all log records of this process to stderr, and ignore a closed stderr from now on.
 
     Records are marked with the name of the process, except text lines of the gateway.
     """
+    if (own := sys.__stderr__) is not None and sys.stderr is own:
+        raw = io.BufferedWriter(LossyFile(own.fileno(), "wb", closefd=False))
+        sys.stderr = io.TextIOWrapper(raw, own.encoding, own.errors, line_buffering=True)
     handler = logging.StreamHandler(stream or sys.stderr)
     prefix = "" if process == "gateway" else f"{process} "
     handler.setFormatter(JsonFormatter(process) if form == "json" else logging.Formatter(_TEXT.format(process=prefix)))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class LossyFile(io.FileIO):
+    """A file whose writes never fail: text for a closed terminal, a closed pipe or a full disk is lost.
+
+    A server writes to stderr while it starts, loads, fails, drains and exits; none of that may depend on the terminal.
+    """
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
 
 
 class JsonFormatter(logging.Formatter):

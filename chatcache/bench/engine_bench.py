@@ -28,13 +28,18 @@ from chatcache.types.stats import ModelInfo
 
 MAX_BUFFER_BYTES = 2**30
 BUSY_GOAL = ">= 0.65"  # next to one busy process, with two threads on two cores
+WARM_UP_TOKENS = 4
+DEFAULT_PROMPT_TOKENS, MIXED_PROMPT_TOKENS = 512, 6000
 COMPARABLE = ("latency", "throughput", "beam", "embed", "contention")
 """The benchmarks that transformers can run, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sizes of a benchmark."""
+    """Sizes of a benchmark.
+
+    `prompt_tokens` of 0 is the default: 512, or 6,000 of `mixed`, at most as many as fit the model's context.
+    """
 
     prompt_tokens: int
     output_tokens: int
@@ -90,8 +95,8 @@ class EngineBench:
 
     def warm_up(self) -> None:
         """Run once untimed, for compilation and the first touch of memory."""
-        self.driver.run([self.driver.prompt(self.load.prompt_tokens)], _greedy(4))
-        self.driver.run([self.driver.prompt(8) for _ in range(max(self.load.batches))], _greedy(4))
+        self.driver.run([self.driver.prompt(self.load.prompt_tokens)], _greedy(WARM_UP_TOKENS))
+        self.driver.run([self.driver.prompt(8) for _ in range(max(self.load.batches))], _greedy(WARM_UP_TOKENS))
 
     def run_repeatedly(self, num_prompts: int, num_tokens: int, params: Params) -> list[RunTimes]:
         """Run one batch several times, with new prompts each time."""
@@ -305,6 +310,10 @@ def run_engine_bench(
             config = msgspec.structs.replace(config, model=scratch, served_model_name=shape)
         engine = factory.build_engine(config, lambda _, detail: on_progress(detail), need_tokenizer=False)
         model_info, health = engine.model_info, engine.health()
+        if not load.prompt_tokens:
+            fitting = max(model_info.max_model_len - max(load.output_tokens, WARM_UP_TOKENS), 1)
+            prompt_tokens = MIXED_PROMPT_TOKENS if name == "mixed" else DEFAULT_PROMPT_TOKENS
+            load = replace(load, prompt_tokens=min(prompt_tokens, fitting))
         on_progress("measuring the machine")
         limits = measure_limits(min(model_info.step_bytes, MAX_BUFFER_BYTES), model_info.dtype, model_info.device)
         roofline = Roofline(

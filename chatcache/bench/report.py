@@ -164,13 +164,15 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return the name of the processor."""
+    """Return the name of the processor and of its architecture: virtual machines may not name the model."""
+    from llvmlite.binding import get_host_cpu_name
+
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return f"{next(names, platform.processor() or platform.machine())} ({get_host_cpu_name()})"
 
 
 def _package_version(name: str) -> str | None:

@@ -38,7 +38,7 @@ PromptTokens = Annotated[
         "--prompt-tokens",
         min=16,
         max=2**20,
-        help="Length of the prompts; default: 512, with --mixed 6000.",
+        help="Length of the prompts; default: 512, with --mixed 6000, at most what fits the context.",
         show_default=False,
     ),
 ]
@@ -112,8 +112,7 @@ def bench(
         max_prefill_time_s=max_prefill_time,
         deterministic=deterministic,
     )
-    prompt_tokens = prompt_tokens or (6000 if mixed else 512)
-    load = Load(prompt_tokens=prompt_tokens, output_tokens=output_tokens, batches=tuple(batch), repeats=repeats)
+    load = Load(prompt_tokens=prompt_tokens or 0, output_tokens=output_tokens, batches=tuple(batch), repeats=repeats)
     with Console(stderr=True).status("loading") as status:
         report = run_engine_bench(
             "mixed" if mixed else which,

@@ -217,6 +217,7 @@ def chat(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     attention_backend: options.AttentionBackend = "auto",
+    chat_template: options.ChatTemplate = "",
     kv_memory: options.KVMemory = None,
     max_model_len: options.MaxModelLen = None,
 ) -> None:
@@ -226,6 +227,7 @@ def chat(
         device=device,
         dtype=dtype,
         attention_backend=attention_backend,
+        chat_template=chat_template,
         kv_memory_bytes=kv_memory,
         max_model_len=max_model_len,
     )

@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import typer
 
@@ -35,6 +35,7 @@ from chatcache.transfer.archive import (
 
 DB = ServerConfig().db
 REDIS_TIMEOUT_S = 30.0
+STDOUT = Path("-")
 
 app = typer.Typer(
     name="db",
@@ -72,14 +73,20 @@ def backup(file: File, db: options.Db = DB, redis: NoRedis = "", force: Force = 
 def export_(
     context: typer.Context, file: File, db: options.Db = DB, redis: options.RedisUrl = "", force: Force = False
 ) -> None:
-    """Write the conversations of all owners, with token ids, to a file of JSON lines."""
+    """Write the conversations of all owners, with token ids, to a file of JSON lines.
+
+    FILE can be a pipe, a device such as /dev/stdout, or - for stdout.
+
+    Example: chatcache db export - | gzip > monday.jsonl.gz
+    """
     options.refuse_two_stores(context)
+    is_stream = file == STDOUT or file.is_fifo() or file.is_char_device()
 
     async def run() -> None:
         async with open_source(db, redis) as source:
-            with _new_file(file, force) as partial, partial.open("wb") as out:
+            with _open_stream(file) if is_stream else _open_new(file, force) as out:
                 end = await write_archive(source, out.write)
-        typer.echo(f"{file}: {end.num_conversations} conversations, {end.num_items} messages")
+        typer.echo(f"{file}: {end.num_conversations} conversations, {end.num_items} messages", err=is_stream)
 
     asyncio.run(run())
 
@@ -222,12 +229,31 @@ async def _open_store(db: str, redis: str) -> AsyncIterator[ConversationStore]:
 
 
 @contextlib.contextmanager
+def _open_stream(path: Path) -> Iterator[BinaryIO]:
+    """Open stdout, a pipe or a device. Raises: StoreUnusableError if it cannot be written."""
+    try:
+        with open(1, "wb", closefd=False) if path == STDOUT else path.open("wb") as out:
+            yield out
+    except OSError as error:
+        raise StoreUnusableError(f"{path} cannot be written: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _open_new(path: Path, force: bool) -> Iterator[BinaryIO]:
+    with _new_file(path, force) as partial, partial.open("wb") as out:
+        yield out
+
+
+@contextlib.contextmanager
 def _new_file(path: Path, force: bool) -> Iterator[Path]:
     """Yield a temporary file next to `path`, which is renamed to `path` after fsync.
 
-    Only the current user may read it. Raises: StoreUnusableError if `path` cannot be written, or exists and `force` is
-    not set.
+    Only the current user may read it. Raises: StoreUnusableError if `path` cannot be written, exists and `force` is not
+    set, or is something else than a file, which a rename would remove.
     """
+    if path.exists() and not path.is_file():
+        raise StoreUnusableError(f"{path} is not a regular file")
+    path = Path(os.path.realpath(path))  # a rename would replace a symbolic link instead of its file
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         if path.exists() and not force:

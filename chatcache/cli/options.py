@@ -224,6 +224,15 @@ Quantization = Annotated[
         "8-bit weights, half the bytes of bfloat16; logits differ slightly. int8 on CPUs, fp8 on GPUs (8.9 or newer).",
     ),
 ]
+ChatTemplate = Annotated[
+    str,
+    _flag(
+        "chat-template",
+        "File with a Jinja chat template, instead of the model's own.",
+        metavar="FILE",
+        show_default=False,
+    ),
+]
 Pooling = Annotated[
     Literal["auto", "last", "mean"],
     _flag(

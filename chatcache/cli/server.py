@@ -379,9 +379,9 @@ def _handle_signals(
         if draining:
             kill()
             os._exit(options.EXIT_KILLED)
-        banner.show_draining(drain_timeout_s)
         draining.append(asyncio.create_task(drain(gateway, drain_timeout_s)))
         draining[0].add_done_callback(lambda _: server.stop())
+        banner.show_draining(drain_timeout_s)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, handle)

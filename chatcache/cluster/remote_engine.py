@@ -42,6 +42,7 @@ MAX_REPORT_AGE_S = 0.1
 _POLL_S = 0.2
 _NO_WORKER = "no engine worker is ready"
 _NO_BUS = "the bus does not answer"
+_CONNECTING = "connecting to the bus"
 
 
 class RemoteEngine:
@@ -65,6 +66,7 @@ class RemoteEngine:
         self._outages = bus.OutageMonitor()
         self._silent_leases = bus.SilentLeases(max_gap_s=2 * _POLL_S)
         self._has_lease = asyncio.Event()
+        self._has_tried = False  # to get the first lease
         self._loaded = asyncio.Event()
         self._error: ChatcacheError | None = None
         self._failed = asyncio.Event()
@@ -201,6 +203,8 @@ class RemoteEngine:
     @property
     def _problem(self) -> str:
         """Why no request can run, while no worker is ready."""
+        if not self._has_tried:
+            return _CONNECTING
         return _NO_WORKER if self._has_lease.is_set() else _NO_BUS
 
     def _check(self, prompt: Sequence[int] = ()) -> None:
@@ -224,6 +228,7 @@ class RemoteEngine:
             lease = bus.Lease(self._redis, bus.gateway_key(name))
             while not lease.is_acquired:
                 await lease.renew(b"1")
+                self._has_tried = True
                 await asyncio.sleep(0 if lease.is_acquired else bus.RETRY_S)
             await self.recorder.change_id(name)
             for worker in list(self._workers.values()):  # which are not at fault, and used again

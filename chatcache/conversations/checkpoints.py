@@ -23,7 +23,6 @@ from chatcache.conversations.tree import (
     INCOMPLETE,
     Conversation,
     Item,
-    ReplyParts,
     ToolCall,
     Turn,
     head_after_append,
@@ -128,8 +127,11 @@ def _since(saved: Item | None, item: Item) -> CandidateCheckpoint:
         ToolCall(call.call_id, call.name, call.arguments[offset:])
         for call, offset in zip(parts.tool_calls, offsets.arguments, strict=True)
     )
-    new_parts = ReplyParts(
-        parts.reasoning[offsets.reasoning :], tuple(calls), parts.raw[offsets.raw :], call_id=parts.call_id
+    new_parts = msgspec.structs.replace(
+        parts,
+        reasoning=parts.reasoning[offsets.reasoning :],
+        tool_calls=tuple(calls),
+        raw=parts.raw[offsets.raw :],
     )
     new = replace(item, text=item.text[offsets.text :], token_ids=item.token_ids[offsets.token_ids :], parts=new_parts)
     return CandidateCheckpoint(new, offsets)

@@ -157,6 +157,10 @@ class ContinuationResolver:
                 raise InvalidRequestError(
                     f"{member!r} is not in conversation {conversation_id!r}", param="conversation"
                 )
+            if response_id not in (None, member) and await self._locate(owner, response_id, None) != holder:
+                raise InvalidRequestError(
+                    f"{member!r} is not in the conversation of {response_id!r}", param="previous_item_id"
+                )
             conversation_id = holder
         if conversation_id is None:
             if item_id == ROOT:

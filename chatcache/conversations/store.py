@@ -327,13 +327,16 @@ class ConversationStore(Protocol):
         expected_rev: int | None = None,
         claim: Claim | None = None,
         max_items: int | None = None,
+        depends_on: Sequence[str] = (),
     ) -> Conversation:
         """Add `items` (parents first), insert or replace `turn`, and move the active leaf.
 
-        `title` is set if the conversation has none.
+        `title` is set if the conversation has none. `depends_on`: messages and responses of the conversation from which
+        the prompt of `turn` was made.
 
-        Raises: NotFoundError for a parent or leaf that does not exist (any more); ConversationFullError if there are
-        `items` and the conversation would then have more than `max_items`.
+        Raises: NotFoundError for a parent or leaf that does not exist (any more); ConversationBusyError if a member of
+        `depends_on` was deleted; ConversationFullError if there are `items` and the conversation would then have more
+        than `max_items`.
         """
         ...
 

@@ -65,13 +65,22 @@ class ReplyParts(msgspec.Struct, frozen=True, omit_defaults=True):
     """The parts of a message other than its text.
 
     `reasoning` and `tool_calls` were parsed from the model's output; `raw` is the whole output, or "" if it equals the
-    text. `call_id`: the call that a message of role "tool" answers.
+    text. `call_id`: the call that a message of role "tool" answers. `is_call_cut`: generation ended before the
+    arguments of the last call were complete. `output_indexes`: positions of the reply's output items (reasoning, text,
+    calls) in its response; () if they are in this order, one candidate after the other.
     """
 
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     raw: str = ""
     call_id: str = ""
+    is_call_cut: bool = False
+    output_indexes: tuple[int, ...] = ()
+
+    @property
+    def finished_calls(self) -> tuple[ToolCall, ...]:
+        """The calls whose arguments are complete."""
+        return self.tool_calls[:-1] if self.is_call_cut else self.tool_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +175,11 @@ def head_after_update(
     )
 
 
+def head_after_deletion(head: Conversation, deletion: MessageDeletion) -> Conversation:
+    """Return the head after messages or a response were deleted."""
+    return replace(head_after_update(head, metadata=deletion.metadata), active_leaf=deletion.active_leaf)
+
+
 def main_output(outputs: Sequence[Item], status: str) -> Item:
     """Return the candidate that a conversation continues with by default.
 
@@ -249,11 +263,24 @@ class ConversationTree:
 
 
 class ConversationBusyError(ChatcacheError):
-    """A response in progress depends on the messages that the caller wants to change."""
+    """A response in progress, or about to begin, depends on what a client changes, or many change it at once."""
 
     status = 409
     type = "conflict_error"
     code = "conversation_busy"
+
+
+def no_response_error(response_id: str) -> NotFoundError:
+    return NotFoundError(f"no response {response_id[:128]!r}", param="response_id")
+
+
+def deleted_meanwhile_error() -> ConversationBusyError:
+    message = "a message that this response continues was deleted meanwhile: read the conversation, then send it again"
+    return ConversationBusyError(message)
+
+
+def changes_too_often_error() -> ConversationBusyError:
+    return ConversationBusyError("the conversation changes too often for this change: try again")
 
 
 class ResponseElsewhereError(ChatcacheError):
@@ -273,7 +300,7 @@ class MessageDeletion:
     """The changes to a stored tree that delete a message or a response.
 
     `removed_items` and `removed_turns`: ids to remove. `items` and `turns`: new versions of those that stay but change.
-    `active_leaf`: the new one.
+    `active_leaf`: the new one. `metadata`: the new one; None if it does not change.
     """
 
     active_leaf: str | None
@@ -281,6 +308,7 @@ class MessageDeletion:
     removed_turns: tuple[str, ...] = ()
     items: tuple[Item, ...] = ()
     turns: tuple[Turn, ...] = ()
+    metadata: Mapping[str, str] | None = None
 
 
 def plan_message_deletion(tree: ConversationTree, item_id: str) -> MessageDeletion:
@@ -299,7 +327,8 @@ def plan_message_deletion(tree: ConversationTree, item_id: str) -> MessageDeleti
     turns = (turn for turn in tree.turns.values() if turn.parent_id in held)
     moved = (each for each in tree.items.values() if each.id in below)
     return MessageDeletion(
-        active_leaf=item.parent_id if tree.conversation.active_leaf == item_id else tree.conversation.active_leaf,
+        active_leaf=_nearest(tree, tree.conversation.active_leaf, {item_id}),
+        metadata=_metadata_without(tree, {item_id}),
         removed_items=(item_id,),
         items=tuple(
             replace(each, token_ids=(), parent_id=item.parent_id if each.parent_id == item_id else each.parent_id)
@@ -321,9 +350,11 @@ def plan_response_deletion(tree: ConversationTree, response_id: str) -> MessageD
     """Plan the removal of a response and of its messages that nothing else depends on.
 
     Messages that other messages or responses follow stay in the tree; the response itself cannot be found any more.
-    Raises: ConversationBusyError.
+    Raises: NotFoundError, ConversationBusyError.
     """
-    turn = tree.turns[response_id]
+    turn = tree.turns.get(response_id)
+    if turn is None:
+        raise no_response_error(response_id)
     if turn.status == IN_PROGRESS:
         raise ConversationBusyError("the response is being generated: cancel it first")
     made = [each for each in tree.items.values() if tree.is_generated_by(each, turn)]
@@ -339,19 +370,32 @@ def plan_response_deletion(tree: ConversationTree, response_id: str) -> MessageD
     is_needed = any(each.id not in removed for each in made)
     deleted = replace(turn, status=DELETED, usage=None, echo={})
     return MessageDeletion(
-        active_leaf=_nearest(tree, removed),
+        active_leaf=_nearest(tree, tree.conversation.active_leaf, removed),
+        metadata=_metadata_without(tree, removed),
         removed_items=tuple(removed),
         removed_turns=() if is_needed else (response_id,),
         turns=(deleted,) if is_needed else (),
     )
 
 
-def _nearest(tree: ConversationTree, removed: Set[str]) -> str | None:
-    """Return the active leaf, or its nearest ancestor that is not among the `removed` ids."""
-    leaf = tree.conversation.active_leaf
-    while leaf is not None and leaf in removed:
-        leaf = tree.items[leaf].parent_id
-    return leaf
+def _nearest(tree: ConversationTree, item_id: str | None, removed: Set[str]) -> str | None:
+    """Return the message, or its nearest ancestor that is not among the `removed` ids."""
+    while item_id is not None and item_id in removed:
+        item_id = tree.items[item_id].parent_id
+    return item_id
+
+
+def _metadata_without(tree: ConversationTree, removed: Set[str]) -> Mapping[str, str] | None:
+    """Return the metadata in which the link shows the rest of its branch; None if its last message stays.
+
+    A link without a message left is removed.
+    """
+    metadata = dict(tree.conversation.metadata)
+    leaf, _, digest = metadata.pop(SHARE_KEY, "").partition(" ")
+    if leaf not in removed:
+        return None
+    rest = _nearest(tree, leaf, removed)
+    return metadata if rest is None else metadata | {SHARE_KEY: f"{rest} {digest}"}
 
 
 def _below(tree: ConversationTree, item_id: str) -> Iterator[Item]:

@@ -82,6 +82,7 @@ class PlannedTurn:
     `inputs` are the new items; outputs become children of `turn.parent_id`. `conversation` is None for a new
     conversation, which then gets the id `conversation_id`. `cut_item` is the truncated reply that a fork stores as the
     parent of its inputs; `prefix` is the beginning of the reply, if the turn continues one or the client wrote it.
+    `depends_on`: the stored messages of the prompt, and the response that `cut_item` belongs to.
     """
 
     request: TurnRequest
@@ -93,6 +94,7 @@ class PlannedTurn:
     conversation_id: str
     cut_item: Item | None = None
     prefix: ReplyPrefix | None = None
+    depends_on: tuple[str, ...] = ()
 
 
 class TurnService:
@@ -127,8 +129,11 @@ class TurnService:
             if request.reply_start:
                 raise InvalidRequestError("fork_at continues a reply by its tokens, not by a text", param="fork_at")
             return await self._plan_continuation(request, point, point.prefix)
-        cut_item = point.prefix.to_item() if point.prefix is not None else None
-        if cut_item is not None:
+        depends_on = tuple(item.id for item in point.path)
+        cut_item: Item | None = None
+        if point.prefix is not None:
+            cut_item = point.prefix.to_item()
+            depends_on = (*depends_on, point.prefix.turn.id)
             point = replace(point, path=(*point.path, cut_item))
         if not request.input and not point.path:
             raise InvalidRequestError("input is required", param="input", code="missing_required_parameter")
@@ -166,6 +171,7 @@ class TurnService:
             conversation.id if conversation else new_id("conv"),
             cut_item,
             prefix,
+            depends_on,
         )
 
     def _begin_reply(self, request: TurnRequest, turn: Turn, prompt: Prompt) -> ReplyPrefix:
@@ -200,7 +206,10 @@ class TurnService:
             usage=None,
         )
         conversation = point.tree.conversation
-        return PlannedTurn(request, turn, messages, prompt, (), conversation, conversation.id, prefix=prefix)
+        depends_on = tuple(item.id for item in point.path)
+        return PlannedTurn(
+            request, turn, messages, prompt, (), conversation, conversation.id, prefix=prefix, depends_on=depends_on
+        )
 
     async def prompt_up_to(self, tree: ConversationTree, item: Item, num_tokens: int) -> Prompt:
         """Return the exact prompt that ends with the first `num_tokens` tokens of a stored reply.
@@ -241,8 +250,8 @@ class TurnService:
     async def open(self, planned: PlannedTurn, claim: Claim | None = None) -> Conversation | None:
         """Store the input and a response in progress. Return None when the turn is not to be stored.
 
-        Raises: StaleRevisionError where the request expects another revision; NotFoundError if the position was deleted
-        after planning; IdempotencyConflictError.
+        Raises: StaleRevisionError where the request expects another revision; ConversationBusyError if messages of the
+        prompt were deleted after planning; NotFoundError if the conversation was; IdempotencyConflictError.
         """
         request = planned.request
         if not request.store:
@@ -260,6 +269,7 @@ class TurnService:
                 expected_rev=request.rev,
                 claim=claim,
                 max_items=MAX_ITEMS,
+                depends_on=planned.depends_on,
             )
         now = planned.turn.created_at
         conversation = Conversation(

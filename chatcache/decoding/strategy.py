@@ -49,6 +49,8 @@ def make_strategy(
     params = request.params
     if params.logprobs == ALL_LOGPROBS:
         params = replace(params, logprobs=model_info.vocab_size)
+    if isinstance(params, SamplingParams) and params.top_k >= model_info.vocab_size:
+        params = replace(params, top_k=0)
     rules = StopRules.of(params, model_info, max_tokens=max_tokens, token_bytes=token_bytes, prompt=request.prompt)
     constraint = None if grammar_future is None else Constraint(grammar_future, rules)
     if isinstance(params, BeamSearchParams):
@@ -69,6 +71,7 @@ def make_strategy(
 
 
 MAX_TOKENS = 2**31 - 1
+MAX_TOP_K = 2**31 - 1  # more than the vocabulary keeps every token
 MAX_TEMPERATURE = 100.0
 MIN_REPETITION_PENALTY = 1e-3  # a smaller divisor overflows the logit
 MAX_REPETITION_PENALTY = 10.0
@@ -90,19 +93,19 @@ def validate_params(params: Params, vocab_size: int) -> None:
     if isinstance(params, BeamSearchParams):
         _validate_beams(params)
     elif isinstance(params, SamplingParams):
-        _validate_sampling(params, vocab_size)
+        _validate_sampling(params)
     else:
         raise InvalidRequestError(f"params must be SamplingParams or BeamSearchParams, got {type(params).__name__}")
     _validate_shared(params, vocab_size)
 
 
-def _validate_sampling(params: SamplingParams, vocab_size: int) -> None:
+def _validate_sampling(params: SamplingParams) -> None:
     _check_integer("n", params.n, 1, MAX_BRANCHES)
     if params.best_of is not None:
         _check_integer("best_of", params.best_of, params.n, MAX_BRANCHES, what=f"(with n {params.n})")
     _check_number("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
     _check_number("top_p", params.top_p, 0.0, 1.0, open_low=True)
-    _check_integer("top_k", params.top_k, -1, vocab_size)
+    _check_integer("top_k", params.top_k, -1, MAX_TOP_K)
     _check_number("min_p", params.min_p, 0.0, 1.0)
     if params.seed is not None:
         _check_integer("seed", params.seed, -(2**63), 2**64 - 1)

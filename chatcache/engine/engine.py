@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from contextlib import suppress
 from itertools import chain
 
@@ -395,6 +395,7 @@ class Engine:
         self._beam_ranker = BeamRanker()
         self._event_queue = EventQueue()
         self._search_steps: list[SearchStep] = []
+        self._invalid_grammars: set[str] = set()
         self._totals = Totals()
         self._static_health = static_health(model_info, config, capacity, self._max_model_len)
 
@@ -512,6 +513,7 @@ class Engine:
         if self._device_error is not None and not self._event_queue:
             raise self._device_error
         self._search_steps = []
+        self._invalid_grammars.clear()
         if self._grammar_queue:
             self._queue_compiled()
         try:
@@ -529,6 +531,11 @@ class Engine:
         """What the searches chose in the last call of `step`."""
         return self._search_steps
 
+    @property
+    def invalid_grammars(self) -> Set[str]:
+        """The requests that the last call of `step` ended because their grammar could not be compiled."""
+        return self._invalid_grammars
+
     def _queue_compiled(self) -> None:
         """Queue the requests whose grammar is compiled.
 
@@ -539,6 +546,7 @@ class Engine:
             if failure is None:
                 self._queue(request)
             else:
+                self._invalid_grammars.add(request.request_id)
                 self._close_failed(request, failure)
 
     def _launch(self) -> None:
@@ -591,8 +599,10 @@ class Engine:
                 if not advance.finished and not request.branches:
                     raise EngineError("the request has no branch left, but it is not finished")
             except Exception as error:
-                log.warning("request %s failed while decoding", request.request_id, exc_info=True)
-                self._fail(request, error, discard=not isinstance(error, InvalidRequestError))
+                is_invalid = isinstance(error, InvalidRequestError)
+                if not is_invalid:
+                    log.warning("request %s failed while decoding", request.request_id, exc_info=True)
+                self._fail(request, error, discard=not is_invalid)
             else:
                 if advance.record:
                     self._search_steps.append(SearchStep(request.request_id, advance.record))

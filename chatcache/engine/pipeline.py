@@ -414,6 +414,8 @@ class StepPipeline:
             oldest.is_interrupted = True
             raise
         self._steps.popleft()
+        if self._scheduler.kv.states is not None:
+            self._scheduler.kv.confirm_ahead()
         rows = oldest.plan.rows
         started_s, self._collected_s = max(oldest.started_s, self._collected_s), self._clock()
         num_tokens, num_rows = len(rows.tokens), len(rows.slot)

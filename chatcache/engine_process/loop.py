@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Protocol
 
 from chatcache.engine_process.protocol import (
@@ -69,10 +69,17 @@ class PendingSubmits:
     def add(self, request_id: str, call: int) -> None:
         self._calls[request_id] = call
 
-    def resolve(self, events: Sequence[EngineEvent], is_compiling: Callable[[str], bool]) -> tuple[EngineEvent, ...]:
+    def resolve(
+        self,
+        events: Sequence[EngineEvent],
+        is_compiling: Callable[[str], bool],
+        invalid_grammars: Container[str],
+    ) -> tuple[EngineEvent, ...]:
         """Answer the submits whose grammar is compiled or invalid.
 
-        Returns the events without those of requests that were rejected by their answer.
+        `invalid_grammars`: the requests that `events` end because their grammar could not be compiled. Any other
+        failure is an event, as it is for a grammar that was compiled before. Returns the events without those of
+        requests that were rejected by their answer.
         """
         if not self._calls:
             return tuple(events)
@@ -82,7 +89,7 @@ class PendingSubmits:
             if is_compiling(request_id):
                 continue
             del self._calls[request_id]
-            failure = failures.get(request_id)
+            failure = failures.get(request_id) if request_id in invalid_grammars else None
             if failure is None or failure.seq != 1:
                 self._send(Answer(call))
                 continue
@@ -108,6 +115,8 @@ class StepEngine(Protocol):
     def check_device(self) -> None: ...
     def pop_events(self) -> Sequence[EngineEvent]: ...
     def step(self) -> Sequence[EngineEvent]: ...
+    @property
+    def invalid_grammars(self) -> Container[str]: ...
     @property
     def search_steps(self) -> Sequence[SearchStep]: ...
     def health(self) -> EngineHealth: ...
@@ -154,8 +163,8 @@ def run_engine(engine: StepEngine, command_queue: CommandQueue, send: Send) -> N
             engine.check_device()
             continue
         if commands and (ended := engine.pop_events()):  # an aborted request ends before the next step
-            send(Events(pending.resolve(ended, engine.is_compiling_grammar), engine.health()))
-        events = pending.resolve(engine.step(), engine.is_compiling_grammar)
+            send(Events(pending.resolve(ended, engine.is_compiling_grammar, ()), engine.health()))
+        events = pending.resolve(engine.step(), engine.is_compiling_grammar, engine.invalid_grammars)
         now = time.monotonic()
         due = now - sent_at >= HEALTH_INTERVAL_S or not engine.has_work()
         search_steps = tuple(engine.search_steps)

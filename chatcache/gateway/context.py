@@ -371,7 +371,12 @@ class Gateway:
 
     def check_model(self, name: str | None) -> None:
         """Check a model name, if any. Raises: NotFoundError for another name than the served one."""
-        if name and name != self.model_name:
+        if name:
+            self.check_model_id(name)
+
+    def check_model_id(self, name: str) -> None:
+        """Check the id of a model. Raises: NotFoundError for another id than that of the served one."""
+        if name != self.model_name:
             message = f"no model {name!r}; this server has {self.model_name!r}"
             raise NotFoundError(message, param="model", code="model_not_found")
 

@@ -28,7 +28,6 @@ from chatcache.conversations.replies.events import ReplyDone, ReplyEvent, ReplyF
 from chatcache.conversations.replies.service import Reply, num_candidates
 from chatcache.errors import ChatcacheError
 from chatcache.gateway.errors import ERROR_CODE
-from chatcache.types.events import FINISH_STOP
 from chatcache.types.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -126,8 +125,7 @@ class Tracer:
                     span.set_attribute("gen_ai.response.time_to_first_chunk", (time.time_ns() - started_ns) / 1e9)
                     span.add_event("gen_ai.first_token")
                 elif isinstance(event, ReplyDone):
-                    has_calls = bool(event.parts.tool_calls) and event.finish_reason == FINISH_STOP
-                    reasons[event.index] = "tool_calls" if has_calls else event.finish_reason
+                    reasons[event.index] = "tool_calls" if event.ends_in_calls else event.finish_reason
                 elif isinstance(event, ReplyFinished):
                     span.set_attributes(_usage_attributes(event))
                     span.set_attribute("gen_ai.response.finish_reasons", [reasons[at] for at in sorted(reasons)])

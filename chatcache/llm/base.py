@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from chatcache import factory
@@ -29,8 +30,9 @@ class LLMBase:
     `preemption_mode`: what to do when pages run out: auto | swap | recompute; `swap_space`: host memory for swapped
     pages, 0 for none. `deterministic`: logits do not depend, to the bit, on batch, chunking, cache or preemption;
     slower. `quantization`: None | "int8" (CPUs) | "fp8" (GPUs) for 8-bit weights. `kv_cache_dtype`: "auto" | "fp8" for
-    keys and values in 8 bits (GPUs). `pooling`: of embeddings: "auto" (as the model folder says, else last) | "last" |
-    "mean". `tensor_parallel_size`: number of processes that compute each layer together (native decoders on CPUs).
+    keys and values in 8 bits (GPUs). `chat_template`: a file, instead of the model's own template. `pooling`: of
+    embeddings: "auto" (as the model folder says, else last) | "last" | "mean". `tensor_parallel_size`: number of
+    processes that compute each layer together (native decoders on CPUs).
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class LLMBase:
         dtype: str = "auto",
         attention_backend: str = "auto",
         quantization: str | None = None,
+        chat_template: str | Path = "",
         pooling: str = "auto",
         kv_cache_dtype: str = "auto",
         kv_memory: int | str | None = None,
@@ -66,6 +69,7 @@ class LLMBase:
             dtype=dtype,
             attention_backend=attention_backend,
             quantization=quantization or "none",
+            chat_template=str(chat_template),
             pooling=pooling,
             kv_cache_dtype=kv_cache_dtype,
             kv_memory_bytes=None if kv_memory is None else parse_size(kv_memory),

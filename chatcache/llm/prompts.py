@@ -136,7 +136,9 @@ class PromptReader:
         several = _list_chats(messages)
         tokenizer = self.tokenizer
         if not tokenizer.has_chat_template:
-            raise InvalidRequestError("this model has no chat template: use generate instead", param="messages")
+            raise InvalidRequestError(
+                "this model has no chat template: use generate, or LLM(chat_template=...)", param="messages"
+            )
         form = self._reply_format
         given = _convert(tools, list[ToolFields], "tools")
         choice = _convert(tool_choice, str | ToolChoiceFields | None, "tool_choice")

@@ -40,6 +40,7 @@ from chatcache.conversations.tree import (
     MessageDeletion,
     Turn,
     head_after_append,
+    head_after_deletion,
     head_after_update,
 )
 from chatcache.errors import ChatcacheError, NotFoundError
@@ -101,6 +102,7 @@ from chatcache.storage.redis_reads import (
     read_path,
     read_prompt,
     read_tree,
+    require_members,
     run_computation,
     search,
 )
@@ -209,6 +211,7 @@ class RedisStore:
         expected_rev: int | None = None,
         claim: Claim | None = None,
         max_items: int | None = None,
+        depends_on: Sequence[str] = (),
     ) -> Conversation:
         async def work(pipe: Pipe) -> Conversation:
             present = await read_head(pipe, owner, conversation_id, expected_rev)
@@ -217,6 +220,7 @@ class RedisStore:
                 raise ConversationFullError(num_items, len(items), max_items)
             await require_free(pipe, owner, claim)
             await self._heartbeats.require_own(pipe, conversation_id, turn)
+            await require_members(pipe, conversation_id, depends_on)
             await require_parents(pipe, conversation_id, items)
             if active_leaf is not None and active_leaf not in {item.id for item in items}:
                 await require_items(pipe, conversation_id, [active_leaf], "active_leaf")
@@ -267,12 +271,10 @@ class RedisStore:
     ) -> Conversation:
         async def work(pipe: Pipe) -> Conversation:
             present = await read_head(pipe, owner, conversation_id, expected_rev)
-            placed = await read_items(pipe, conversation_id)
-            changed = replace(head_after_update(present.conversation), active_leaf=deletion.active_leaf)
+            kept = {each.item.id: each for each in await read_items(pipe, conversation_id)}
+            gone = [name for name in deletion.removed_items if kept.pop(name, None) is not None]
+            changed = head_after_deletion(present.conversation, deletion)
             moved = {item.id: item for item in deletion.items}
-            removed = set(deletion.removed_items)
-            kept = {each.item.id: each for each in placed if each.item.id not in removed}
-            gone = [each.item.id for each in placed if each.item.id in removed]
             pipe.multi()
             remove_members(pipe, items_key(conversation_id), gone)
             remove_members(pipe, turns_key(conversation_id), deletion.removed_turns)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from chatcache.conversations.search import SearchHit, SearchQuery, best_message, make_hit
 from chatcache.conversations.store import ItemQuery, SavedPrompt, StaleRevisionError, decode_cursor, unknown_prompt
-from chatcache.conversations.tree import Conversation, ConversationTree, Item, Turn
+from chatcache.conversations.tree import Conversation, ConversationTree, Item, Turn, deleted_meanwhile_error
 from chatcache.errors import NotFoundError
 from chatcache.storage.redis_layout import (
     IDS_PREFIX,
@@ -70,6 +70,13 @@ async def read_prompt(reader: Reader, tenant: str, name: str) -> SavedPrompt:
     if data is None:
         raise unknown_prompt(name)
     return unpack_prompt(data)
+
+
+async def require_members(reader: Reader, conversation_id: str, member_ids: Sequence[str]) -> None:
+    """Raise ConversationBusyError unless all of these messages and responses are stored in the conversation."""
+    holders = await reader.mget([member_key(member_id) for member_id in member_ids]) if member_ids else ()
+    if any(holder is None or holder.decode() != conversation_id for holder in holders):
+        raise deleted_meanwhile_error()
 
 
 async def run_computation(num_bytes: int, work: Callable[[], Result]) -> Result:

@@ -7,10 +7,10 @@ while a server writes it. The module-level functions read and write on a given c
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,7 +36,9 @@ from chatcache.conversations.tree import (
     Item,
     MessageDeletion,
     Turn,
+    deleted_meanwhile_error,
     head_after_append,
+    head_after_deletion,
     head_after_update,
 )
 from chatcache.errors import NotFoundError
@@ -170,6 +172,7 @@ class SqliteStore:
         expected_rev: int | None = None,
         claim: Claim | None = None,
         max_items: int | None = None,
+        depends_on: Sequence[str] = (),
     ) -> Conversation:
         encoded = await _encoded(items)
 
@@ -178,6 +181,7 @@ class SqliteStore:
             if max_items is not None and items:
                 _require_room(db, conversation_id, len(items), max_items)
             put_claim(db, owner, claim)
+            _require_members(db, conversation_id, depends_on)
             _add(db, conversation_id, encoded, () if turn is None else (turn,))
             if active_leaf is not None:
                 _require_item(db, conversation_id, active_leaf, "active_leaf")
@@ -218,7 +222,7 @@ class SqliteStore:
         def job(db: sqlite3.Connection) -> Conversation:
             head = read_head(db, owner, conversation_id, expected_rev)
             _delete_messages(db, conversation_id, deletion)
-            return _store_change(db, head, replace(head_after_update(head), active_leaf=deletion.active_leaf))
+            return _store_change(db, head, head_after_deletion(head, deletion))
 
         return await self._change(owner, conversation_id, job)
 
@@ -590,6 +594,18 @@ def _require_item(db: sqlite3.Connection, conversation_id: str, item_id: str, pa
     row = db.execute("SELECT 1 FROM items WHERE id = ? AND conversation_id = ?", (item_id, conversation_id)).fetchone()
     if row is None:
         raise NotFoundError(f"conversation {conversation_id!r} has no message {item_id[:128]!r}", param=param)
+
+
+def _require_members(db: sqlite3.Connection, conversation_id: str, member_ids: Sequence[str]) -> None:
+    """Raise ConversationBusyError unless all of these messages and responses are stored in the conversation."""
+    query = (
+        "SELECT count(*) FROM json_each(:members) AS member "
+        "WHERE EXISTS (SELECT 1 FROM items WHERE id = member.value AND conversation_id = :conversation) "
+        "OR EXISTS (SELECT 1 FROM turns WHERE id = member.value AND conversation_id = :conversation)"
+    )
+    values = {"members": json.dumps(member_ids), "conversation": conversation_id}
+    if db.execute(query, values).fetchone()[0] < len(member_ids):
+        raise deleted_meanwhile_error()
 
 
 def _require_room(db: sqlite3.Connection, conversation_id: str, num_new: int, max_items: int) -> None:

@@ -152,10 +152,8 @@ class TaggedReader:
         if self._num and self._separator and rest.startswith(self._separator):
             return at + len(self._separator)
         if not rest.startswith(self._opening):
-            if self._opening.startswith(rest) and not last:
-                return at
-            self.is_finished = bool(rest)
-            if self.is_finished:
+            if not self._opening.startswith(rest):
+                self.is_finished = True
                 self._pending.append("}" if self._num else "{}")
             return at
         found = self._start.match(rest)

@@ -48,6 +48,11 @@ class HarmonyParser:
         """True in a message of the analysis channel."""
         return self._channel == "reasoning"
 
+    @property
+    def has_open_call(self) -> bool:
+        """True in a message that is a call."""
+        return self._channel == "call"
+
     def push(self, text: str, *, last: bool = False) -> ParsedText:
         """Parse a chunk; return the parts that are now final."""
         rest, self._held = self._held + text, ""
@@ -58,9 +63,9 @@ class HarmonyParser:
             each.clear()
         return parsed
 
-    def finish(self) -> ParsedText:
-        """End the stream; return the text that was held back."""
-        return self.push("", last=True)
+    def finish(self, end: str = "") -> ParsedText:
+        """End the stream; return the text that was held back. `end`: the token that ended it, which ends a message."""
+        return self.push(end if end in _ENDS else "", last=True)
 
     def _in_header(self, text: str, last: bool) -> str:
         start = text.lstrip(WHITESPACE)

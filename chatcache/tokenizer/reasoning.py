@@ -1,7 +1,8 @@
 """Streaming parser for reasoning: a block between two markers, such as <think>...</think>, at the start of a reply.
 
-The stream may be split at any character. White space around the markers belongs to neither part. Many chat templates
-write the opening marker in the generation prompt, so that the reply starts inside the block.
+The stream may be split at any character. White space around the markers belongs to neither part, and neither does a
+part of the closing marker at the end of the stream. Many chat templates write the opening marker in the generation
+prompt, so that the reply starts inside the block.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chatcache.tokenizer.tool_formats import WHITESPACE, partial_marker_length
+from chatcache.tokenizer.tool_formats import WHITESPACE, overlap, partial_marker_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,8 @@ class ReasoningParser:
             self._reasoning.append(text[:at].rstrip(WHITESPACE))
             self._state, self._trims = self._after, True
             return text[at + len(self._closing) :]
-        end = len(text) if last else len(text) - partial_marker_length(text, self._closing)
+        is_whole = last and not overlap(text, self._closing)
+        end = len(text) if is_whole else len(text) - partial_marker_length(text, self._closing)
         self._reasoning.append(text[:end])
         return self._hold(text[end:])
 

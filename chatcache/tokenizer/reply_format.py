@@ -176,6 +176,12 @@ class ReplyParser:
         """True if no more reasoning can follow."""
         return self._thoughts is None and self._channels is None
 
+    @property
+    def has_open_call(self) -> bool:
+        """True while the arguments of a call are not complete."""
+        calls = self._channels if self._channels is not None else self._calls
+        return calls is not None and calls.has_open_call
+
     def push(self, text: str) -> ParsedText:
         """Parse a chunk; return the parts that are now final."""
         if self._channels is not None:
@@ -191,10 +197,10 @@ class ReplyParser:
         parsed = self._calls.push(text)
         return ParsedText(parsed.text, reasoning, parsed.calls)
 
-    def finish(self) -> ParsedText:
-        """End the stream; return the text that was held back."""
+    def finish(self, end: str = "") -> ParsedText:
+        """End the stream; return the text that was held back. `end`: the token that ended it, if one did."""
         if self._channels is not None:
-            return self._channels.finish()
+            return self._channels.finish(end)
         thought = self._thoughts.finish() if self._thoughts is not None else ReasoningDelta()
         if self._calls is None:
             return ParsedText(thought.text, thought.reasoning)

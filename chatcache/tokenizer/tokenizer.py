@@ -307,7 +307,10 @@ class Tokenizer:
         Raises: InvalidRequestError (param "messages") if the model has no template or the template rejects the chat.
         """
         if self._template is None:
-            raise InvalidRequestError("this model has no chat template: use completions instead", param="messages")
+            raise InvalidRequestError(
+                "this model has no chat template: use completions (Ollama: raw), or serve it with --chat-template",
+                param="messages",
+            )
         variables = {name: self._in_messages.escape(value) for name, value in variables.items()}
         return self._template.render(
             [self._escaper(message.get("role")).escape(dict(message)) for message in messages],
@@ -338,6 +341,10 @@ class Tokenizer:
         """Return the text of an assistant message as `render` writes it, special tokens escaped."""
         quoted: str = self._in_replies.escape(text)
         return quoted
+
+    def encode_message(self, text: str) -> list[int]:
+        """Encode the text of a user message as `render` writes it, special tokens escaped."""
+        return self.encode_rendered(self._in_messages.escape(text))
 
     def _escaper(self, role: object) -> SpecialTokenEscaper:
         """Return the escaper for a role.
@@ -393,8 +400,8 @@ _PROBES = ("a" * 64 + "!", "A" * 64 + "\n", " " * 64 + "x", "0" * 64 + ".", "é"
 _OLDER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "sentencepiece.bpe.model")
 
 
-def read_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a model folder.
+def read_tokenizer(path: str | Path, template_file: Path | None = None) -> Tokenizer:
+    """Load the tokenizer of a model folder. `template_file`: a chat template instead of the folder's.
 
     Raises: ModelFolderError naming the file and the reason.
     """
@@ -404,7 +411,8 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
     backend = _load_backend(folder)
     _mark_special(backend, named.values())
     eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
-    return Tokenizer(backend, eos_token_ids=_eos_ids(folder, eos), template=_load_template(folder, config, named))
+    template = _load_template(folder, config, named, template_file)
+    return Tokenizer(backend, eos_token_ids=_eos_ids(folder, eos), template=template)
 
 
 def _load_backend(folder: Path) -> Backend:
@@ -500,14 +508,17 @@ def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _load_template(folder: Path, config: dict[str, Any], variables: dict[str, str]) -> ChatTemplate | None:
-    """Load the chat template from its own file, else from tokenizer_config.json, else from a file of a processor.
+def _load_template(
+    folder: Path, config: dict[str, Any], variables: dict[str, str], own_file: Path | None
+) -> ChatTemplate | None:
+    """Load the chat template from `own_file`, else from the folder.
 
-    tokenizer_config.json holds one template, or a list with one named "default".
+    There from its own file, else from tokenizer_config.json, which holds one template or a list with one named
+    "default", else from a file of a processor.
     """
-    file = folder / "chat_template.jinja"
+    file = own_file or folder / "chat_template.jinja"
     source: object = None
-    if file.is_file():
+    if own_file is not None or file.is_file():
         try:
             source = file.read_text("utf-8")
         except (OSError, ValueError) as error:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chatcache.tokenizer.argument_grammar import LiteralRules, MarkRules, TaggedRules, json_rule, pattern, quoted
 from chatcache.tokenizer.harmony import HARMONY_REASONING
 from chatcache.tokenizer.reply_format import ReplyFormat
 from chatcache.tokenizer.template_probes import ID_SLOT
 from chatcache.tokenizer.tool_formats import WHITESPACE, LiteralArguments, TaggedArguments, ToolCallSyntax
+from chatcache.types.json_schema import close_objects
 
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -61,6 +62,8 @@ def build_tool_grammar(choice: ToolChoice, form: ReplyFormat, special: Mapping[s
     `special`: ids of those markers that are special tokens.
     Raises: ValueError if the format has no tool calls.
     """
+    functions = tuple(replace(callee, schema=_closed(callee.schema)) for callee in choice.functions)
+    choice = replace(choice, functions=functions, answer=_closed(choice.answer))
     if form.is_harmony:
         return "\n".join(_harmony_rules(choice, form, MarkRules(special), prompt_end))
     thought = _reasoning_rules(form, MarkRules(special), prompt_end)
@@ -70,6 +73,14 @@ def build_tool_grammar(choice: ToolChoice, form: ReplyFormat, special: Mapping[s
     if form.syntax is None:
         raise ValueError("the format has no calls")
     return "\n".join([*start, *_CallRules(choice, form.syntax, MarkRules(special)).lines()])
+
+
+def _closed(schema: str) -> str:
+    if not schema:
+        return ""
+    parsed = json.loads(schema)
+    close_objects(parsed)
+    return json.dumps(parsed, ensure_ascii=False)
 
 
 def _reasoning_rules(form: ReplyFormat, mark: MarkRules, prompt_end: str) -> list[str]:

@@ -13,7 +13,8 @@ reported as they arrive, exactly as the model wrote them:
                      ^               `-------------- reported character by character
                      `- the call is reported here
 
-White space around calls is not part of the text. If the stream ends within a call, the call keeps the arguments so far.
+White space around calls is not part of the text. If the stream ends within a call, the call keeps the arguments so far
+and stays open (`has_open_call`). A part of a delimiter that the stream ends with after a call is not text.
 Of calls in JSON, only the outer object must be valid (keys, colons, commas). The end of the arguments is found by
 brackets and quotes alone: errors within them are passed to the client unchanged. Arguments in another notation are
 reported as JSON (`argument_readers`).
@@ -316,6 +317,11 @@ class ToolCallParser:
         self._texts: list[str] = []
         self._parts: list[ToolCallDelta] = []
 
+    @property
+    def has_open_call(self) -> bool:
+        """True between the name of a call and the end of its arguments."""
+        return self._announced and self._state == self._in_call
+
     def push(self, text: str) -> ParsedText:
         """Parse a chunk; return the parts that are now final."""
         if self._is_plain_text(text):
@@ -482,13 +488,15 @@ class ToolCallParser:
         if not self._announced:
             return self._reject_call(text[end:]) if call.is_finished else text[end:]
         self._emit_arguments(call.drain())
+        if last:
+            return ""  # a part of a delimiter within a call that stays open
         if call.is_finished:
             if not self._has_emitted:
                 self._emit_arguments("{}")
             self._trims = True
             self._state = self._after_call
         elif end == 0:
-            return "" if last else self._hold(text)
+            return self._hold(text)
         return text[end:]
 
     def _announce(self) -> None:
@@ -517,7 +525,7 @@ class ToolCallParser:
                 self._attempt = []
                 self._state = self._in_text
             return text[len(word) :]
-        if text and not last and any(word.startswith(text) for word in self._after):
+        if text and any(word.startswith(text) for word in self._after):
             return self._hold(text)
         if text:
             self._state = self._in_text

@@ -2,5 +2,5 @@
 
 One JSON lines format, ChatGPT exports, Markdown.
 
-Reading order: format, draft, importer; then archive for whole stores.
+Reading order: format, draft, importer, token_check; then archive for whole stores.
 """

@@ -49,10 +49,15 @@ from chatcache.transfer.format import (
     decode_turn,
     to_conversation,
 )
+from chatcache.transfer.token_check import TokenCheck
 
 _LAST_TIME_S = 253_402_300_799
 _MAX_TITLE_CHARS = 200
 _FENCE = re.compile(r"`{3,}")
+# A pair of surrogates, a surrogate alone (the group), or another escape.
+_SURROGATES = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL
+)
 _HIDDEN_TYPES = frozenset(
     {"thoughts", "reasoning_recap", "user_editable_context", "model_editable_context", "app_pairing_content"}
 )
@@ -307,23 +312,27 @@ class _Kind(msgspec.Struct):
 class ImportResult:
     """The outcome of an import.
 
-    `status` created, extended or unchanged, and the number of new messages.
+    `status` created, extended or unchanged, and the number of new messages. `is_exact`: replies have their tokens.
     """
 
     status: str
     conversation: Conversation
     num_items: int
+    is_exact: bool
 
 
 def read_draft(data: bytes, owner: str, tokenizer: Tokenizer) -> Draft | None:
     """Read one conversation in any supported format.
 
-    None for the key and end lines of an export.
+    None for the key and end lines of an export. A surrogate without its pair, of a text that was cut, becomes U+FFFD.
     Raises: InvalidRequestError.
     """
     try:
         kind = msgspec.json.decode(data, type=_Kind)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        repaired = _SURROGATES.sub(lambda match: rb"\ufffd" if match[1] else match[0], data)
+        if repaired != data:
+            return read_draft(repaired, owner, tokenizer)
         raise InvalidRequestError(f"not a conversation: {error}") from None
     if kind.object in (KEY, END):
         return None
@@ -343,7 +352,8 @@ def read_export(data: bytes, owner: str, tokenizer: Tokenizer) -> Draft:
     """Read and check a conversation line of an export, for import as a conversation of `owner`.
 
     All versions are read. Token ids of another tokenizer are dropped: they would be another text here. The line's
-    owner, revision and checksum are ignored: the file may have been edited. Raises: InvalidRequestError.
+    owner, revision and checksum are ignored: the file may have been edited, see `token_check`. Raises:
+    InvalidRequestError.
     """
     line = decode(data, ExportedConversation, "")
     for name, entries in (("items", line.items), ("turns", line.turns)):
@@ -368,23 +378,44 @@ def read_export(data: bytes, owner: str, tokenizer: Tokenizer) -> Draft:
     return Draft(conversation, items, tuple(map(_ended, turns)), is_exact=is_exact)
 
 
-async def import_draft(store: ConversationStore, draft: Draft, *, dry_run: bool = False) -> ImportResult:
+async def import_draft(
+    store: ConversationStore, draft: Draft, check: TokenCheck | None = None, *, dry_run: bool = False
+) -> ImportResult:
     """Store a draft, or the part of it that is new, all or nothing.
 
-    `dry_run` only computes the result.
+    `check`: of the new tokens; None to trust them. `dry_run` only computes the result.
     """
     conversation_id, stored = await _find_stored(store, draft)
     stored_ids = frozenset() if stored is None else frozenset((*stored.items, *stored.turns))
     conversation, items, turns = await asyncio.to_thread(_with_new_ids, draft, conversation_id, stored_ids)
+    tree = await asyncio.to_thread(_merged, conversation, items, turns, stored)
+    if check is not None:
+        await check.run(tree, {*(item.id for item in items), *(turn.id for turn in turns)} - stored_ids)
+    is_exact = (
+        draft.is_exact
+        and all(tree.items[item.id].token_ids or not item.token_ids for item in items)
+        and all(tree.turns[turn.id].prompt_ids or not turn.prompt_ids for turn in turns)
+    )
+    items = tuple(tree.items[item.id] for item in items)
+    turns = tuple(tree.turns[turn.id] for turn in turns)
     if dry_run:
         num_new = sum(item.id not in stored_ids for item in items)
         is_same = not num_new and all(turn.id in stored_ids for turn in turns)
         head = stored.conversation if stored is not None else conversation
-        return ImportResult(CREATED if stored is None else UNCHANGED if is_same else EXTENDED, head, num_new)
+        return ImportResult(CREATED if stored is None else UNCHANGED if is_same else EXTENDED, head, num_new, is_exact)
     merged = await store.merge(conversation, items, turns)
     changed = merged.num_items or merged.num_turns
     status = CREATED if merged.is_new else EXTENDED if changed else UNCHANGED
-    return ImportResult(status, merged.conversation, merged.num_items)
+    return ImportResult(status, merged.conversation, merged.num_items, is_exact)
+
+
+def _merged(
+    conversation: Conversation, items: Sequence[Item], turns: Sequence[Turn], stored: ConversationTree | None
+) -> ConversationTree:
+    """Return the conversation as it will be stored: what is stored already stays as it is."""
+    if stored is None:
+        return ConversationTree(conversation, items, turns)
+    return ConversationTree(conversation, (*items, *stored.items.values()), (*turns, *stored.turns.values()))
 
 
 async def _find_stored(store: ConversationStore, draft: Draft) -> tuple[str, ConversationTree | None]:

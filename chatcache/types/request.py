@@ -5,6 +5,7 @@ Names and defaults are those of vLLM where it has them, and those of the OpenAI 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
@@ -45,9 +46,9 @@ def _as_tuple(field: str, value: Iterable[Any]) -> tuple[Any, ...]:
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     """The constraint that the output must match; exactly one field is set. Names as in vLLM.
 
-    `json`: a JSON schema as text. `json_object`: any JSON object. `regex`: matches the whole output. `choice`: one of
-    these texts. `grammar`: a context-free grammar in Lark's notation, which can refer to `special_token_ids` as
-    `<[id]>`.
+    `json`: a JSON schema as text; a dict is converted. `json_object`: any JSON object. `regex`: matches the whole
+    output. `choice`: one of these texts. `grammar`: a context-free grammar in Lark's notation, which can refer to
+    `special_token_ids` as `<[id]>`.
     """
 
     json: str | None = None
@@ -59,6 +60,21 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _as_tuples(self, "choice", "special_token_ids")
+        if isinstance(self.json, dict | bool):
+            try:
+                force_setattr(self, "json", json.dumps(self.json))
+            except (TypeError, ValueError, RecursionError) as error:
+                message = f"structured_outputs.json is not JSON: {error!s:.200}"
+                raise InvalidRequestError(message, param="structured_outputs") from None
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> StructuredOutputs:
+        """Build the constraint from a dict of its fields. Raises: InvalidRequestError for an unknown field."""
+        names = [name for name in cls.__struct_fields__ if name != "special_token_ids"]
+        if unknown := [name for name in fields if name not in names]:
+            message = f"structured_outputs has no field {unknown[0]!r:.40}; its fields are {', '.join(names)}"
+            raise InvalidRequestError(message, param="structured_outputs")
+        return cls(**fields)
 
 
 class ThinkingMarks(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +129,8 @@ class DecodingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _as_tuples(self, "stop", "stop_token_ids", "bad_words")
+        if isinstance(self.structured_outputs, dict):
+            force_setattr(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         words = _as_tuple("bad_words_ids", self.bad_words_ids)
         force_setattr(self, "bad_words_ids", tuple(_as_tuple("bad_words_ids", ids) for ids in words))
         if self.allowed_token_ids is not None:

@@ -54,6 +54,14 @@ def test_engine_bench_reports_figures_next_to_limits(name: str) -> None:
     assert all(figure.name in report.text() for figure in report.figures) and "GB/s" in report.text()
 
 
+def test_default_prompts_fit_the_context() -> None:
+    config = msgspec.structs.replace(QUICK, max_model_len=256)
+    load = Load(prompt_tokens=0, output_tokens=8, batches=(1,), repeats=1)
+    for name in ("latency", "mixed"):
+        figures = run_engine_bench(name, config, load, shape="tiny").figures
+        assert any("248 tokens" in figure.name for figure in figures)
+
+
 def test_prefix_bench_finds_history_in_the_cache() -> None:
     load = Load(prompt_tokens=64, output_tokens=8, batches=(1,), repeats=1)
     report = run_engine_bench("prefix", QUICK, load, shape="tiny")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -83,7 +84,8 @@ def test_write_json_makes_the_folder(tmp_path: Path) -> None:
 
 def test_describe_machine_names_versions_and_chip() -> None:
     facts = describe_machine()
-    assert facts["versions"]["torch"] and facts["date"] and facts["chip"] and cpu_name()
+    assert facts["versions"]["torch"] and facts["date"] and facts["chip"]
+    assert re.fullmatch(r".+ \(\S+\)", cpu_name())
 
 
 def test_report_imports_standard_library_and_numpy_only() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -78,8 +80,7 @@ class Server:
 
     def child(self) -> int:
         """Return the process id of the engine."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
+        return child_of(self.process.pid)
 
     def signal(self, number: int = signal.SIGINT) -> None:
         self.process.send_signal(number)
@@ -110,6 +111,11 @@ class GatewayOnly(Server):
     options = ("gateway", *OPTIONS[:2])
 
 
+def child_of(process_id: int) -> int:
+    """Return the process id of the first child."""
+    return int(Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()[0])
+
+
 @contextlib.contextmanager
 def serving(folder: Path | str, cwd: Path, *more: str) -> Iterator[Server]:
     server = Server(folder, cwd, *more)
@@ -117,6 +123,27 @@ def serving(folder: Path | str, cwd: Path, *more: str) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def detached(cwd: Path, pattern: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Run `chatcache` in a terminal that is closed when the output matches; yield the process and that output."""
+    terminal, stdio = pty.openpty()
+    command = [sys.executable, "-m", "chatcache", *arguments]
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment(), stdin=stdio, stdout=stdio, stderr=stdio, start_new_session=True
+    )
+    os.close(stdio)
+    output = ""
+    try:
+        with os.fdopen(terminal, "rb", buffering=0) as screen:
+            while not re.search(pattern, output):
+                assert select.select([screen], [], [], START_TIMEOUT_S)[0], f"no {pattern!r} in:\n{output}"
+                output += screen.read(65536).decode(errors="replace")  # OSError when the process has ended
+        yield process, output
+    finally:
+        process.kill()
+        process.wait()
 
 
 def until_status(url: str, status: int) -> httpx.Response:

@@ -111,6 +111,45 @@ async def test_backup_and_export_replace_a_file_with_force_only(db: Path, tmp_pa
     assert not names(tmp_path, ".*partial")
 
 
+async def test_backup_and_export_through_a_symbolic_link_replace_its_file(db: Path, tmp_path: Path) -> None:
+    for kind in ("backup", "export"):
+        file, link = tmp_path / kind, tmp_path / f"{kind}.latest"
+        file.write_text("old")
+        link.symlink_to(file)
+        assert call(kind, link, "--db", db, "--force").exit_code == 0
+        assert link.is_symlink() and file.read_bytes()[:8] in (b"SQLite f", b'{"object')
+
+
+async def test_export_to_a_pipe_a_device_and_stdout_writes_into_it(
+    db: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    call("export", tmp_path / "file", "--db", db)
+    expected = (tmp_path / "file").read_bytes()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for force in ((), ("--force",)):
+        received: list[bytes] = []
+        reader = threading.Thread(target=lambda out=received: out.append(pipe.read_bytes()), daemon=True)
+        reader.start()
+        result = call("export", pipe, "--db", db, *force)
+        assert result.exit_code == 0
+        reader.join()
+        assert received == [expected] and pipe.is_fifo()
+        assert result.stdout == "" and "5 conversations, 200 messages" in result.stderr
+    assert call("export", "/dev/null", "--db", db).exit_code == 0
+    capfdbinary.readouterr()
+    assert "5 conversations" in call("export", "-", "--db", db).stderr
+    assert capfdbinary.readouterr().out == expected
+
+
+def test_backup_to_a_pipe_is_refused(db: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for force in ((), ("--force",)):
+        assert "pipe is not a regular file" in error_message(call("backup", pipe, "--db", db, *force))
+    assert pipe.is_fifo()
+
+
 def test_backup_ignores_the_partial_file_of_a_killed_one(db: Path, tmp_path: Path) -> None:
     left = tmp_path / f".copy.{os.getpid()}.partial"  # containers reuse process ids
     left.write_text("half")

@@ -23,6 +23,7 @@ FOREIGN = {
         "--profile",
         "--scale",
         "--from-literal",
+        "--build",
         "--build-arg",
         "--aclfile",
         "--appendonly",
@@ -110,7 +111,7 @@ def _parse(parser: typer.Typer, line: str) -> Result:
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_documented_command_line_parses(parser: typer.Typer, line: str) -> None:
-    result = _parse(parser, line.replace("redis://...", "redis://127.0.0.1:6379/0").partition(" > ")[0])
+    result = _parse(parser, re.split(r" [>|] ", line.replace("redis://...", "redis://127.0.0.1:6379/0"))[0])
     assert result.exit_code == 0, result.output
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cli.servers import Server, environment, serving, until_status
+from tests.cli.servers import OPTIONS, Server, child_of, detached, environment, serving, until_status
 from tests.engine_process.test_process import is_alive
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -108,6 +108,38 @@ def test_server_second_signal_kills(folder: Path, tmp_path: Path) -> None:
         while is_alive(child) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not is_alive(child)
+
+
+@pytest.mark.slow
+def test_server_without_its_terminal_drains_and_exits_with_0(folder: Path, tmp_path: Path) -> None:
+    with detached(tmp_path, "chat page", "serve", str(folder), *OPTIONS) as (process, output):
+        sock, received = slow_stream(re.findall(r"http://[\d.]+:\d+", output)[0])
+        with sock:
+            process.terminate()
+            while chunk := sock.recv(65536):
+                received += chunk
+        assert b"data: [DONE]" in received
+        assert process.wait(120) == 0
+
+
+@pytest.mark.slow
+def test_server_without_its_terminal_ends_at_the_second_signal(folder: Path, tmp_path: Path) -> None:
+    with detached(tmp_path, "chat page", "serve", str(folder), *OPTIONS) as (process, output):
+        url = re.findall(r"http://[\d.]+:\d+", output)[0]
+        sock, _ = slow_stream(url)
+        with sock:
+            os.kill(child_of(process.pid), signal.SIGSTOP)
+            process.terminate()
+            until_status(f"{url}/readyz", 503)
+            process.terminate()
+            assert process.wait(120) == 130
+
+
+@pytest.mark.slow
+def test_server_without_its_terminal_drains_while_loading(folder: Path, tmp_path: Path) -> None:
+    with detached(tmp_path, "Listening on", "serve", str(folder), *OPTIONS) as (process, _):
+        process.terminate()
+        assert process.wait(120) == 0
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from chatcache.cluster.bus import RETRY_S
-from tests.cli.servers import GatewayOnly, Worker, until_status
+from tests.cli.servers import GatewayOnly, Worker, detached, until_status
 from tests.support.redis_servers import RedisServer, redis_server
 
 NUM_STREAMS = 6
@@ -183,6 +183,21 @@ def test_worker_and_gateway_that_the_bus_refuses_are_not_ready(folder: Path, tmp
         worker.saw(r"Worker w1 is ready: w1\.\w+")
         gateway.ready()
         assert (tmp_path / "ready-w1").exists()
+
+
+@pytest.mark.slow
+def test_worker_and_gateway_without_their_terminals_drain_and_exit_with_0(folder: Path, tmp_path: Path) -> None:
+    with (
+        redis_server(tmp_path / "redis") as redis,
+        detached(tmp_path, "is ready", "worker", str(folder), *Worker.options[1:], "--bus", redis.url) as (worker, _),
+        detached(tmp_path, "chat page", "gateway", str(folder), *GatewayOnly.options[1:], "--bus", redis.url) as (
+            gateway,
+            _,
+        ),
+    ):
+        for process in (gateway, worker):
+            process.terminate()
+            assert process.wait(120) == 0
 
 
 @pytest.mark.slow

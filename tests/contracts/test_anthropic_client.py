@@ -39,6 +39,12 @@ def client(server: ScriptedServer) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
+def test_models_are_listed_with_their_times(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.display_name, model.created_at.year >= 2026) == (MODEL, "model", MODEL, True)
+    assert client.models.retrieve(MODEL) == model
+
+
 def num_prompt_tokens(usage: anthropic.types.Usage) -> int:
     written, read = usage.cache_creation_input_tokens, usage.cache_read_input_tokens
     return usage.input_tokens + (written or 0) + (read or 0)

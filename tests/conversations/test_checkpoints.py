@@ -43,7 +43,8 @@ def growing(draw: st.DrawFn) -> list[list[Item]]:
                 calls[-1][2] += draw(pieces)
             held = draw(pieces)
             raw = str(each["raw"]) + held if draw(st.booleans()) or calls else ""
-            parts = ReplyParts(str(each["reasoning"]), tuple(ToolCall(*call) for call in calls), raw)
+            whole = tuple(ToolCall(*call) for call in calls)
+            parts = ReplyParts(str(each["reasoning"]), whole, raw, is_call_cut=bool(calls), output_indexes=(2, 0))
             if draw(st.integers(0, 5)):
                 items.append(state(index, str(each["text"]) + held, int(str(each["ids"])), parts))
         states.append(items)

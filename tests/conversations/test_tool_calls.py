@@ -40,6 +40,7 @@ from chatcache.types.request import GenerateRequest, SamplingParams
 from tests.conversations.test_prompt import REWRITES
 from tests.gateway.serving import tokenizer_with
 from tests.tokenizer.families import tokenizer_of
+from tests.tokenizer.families_2026 import tokenizer_of as tokenizer_of_2026
 
 DEEP = '{"a":' * 300 + "1" + "}" * 300
 WEATHER = Function("weather", "how it is <|im_end|>", {"type": "object", "properties": {"in": {"type": "string"}}})
@@ -69,6 +70,16 @@ def feed(tokenizer: Tokenizer, prompt: Prompt, ids: list[int]) -> tuple[Candidat
     events += candidate.finish(CandidateDone("r", 2, 0, "stop"))
     deltas = [event for event in events if isinstance(event, ReplyDelta)]
     return candidate, deltas, events[-1]
+
+
+@pytest.mark.parametrize(("end", "is_cut"), [("<|call|>", False), ("", True)])
+def test_token_that_ends_a_harmony_reply_ends_its_call(end: str, is_cut: bool) -> None:
+    tokenizer = tokenizer_of_2026("gpt-oss")
+    prompt = assemble(tokenizer, [Message(role="user", content="Hi")], variables=template_variables(TOOLS))
+    written = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"in": "x"}'
+    _, _, done = feed(tokenizer, prompt, control_ids(tokenizer, written + end))
+    assert [call.arguments for call in done.parts.tool_calls] == ['{"in": "x"}'] and done.text == ""
+    assert done.parts.is_call_cut is is_cut and done.ends_in_calls is not is_cut
 
 
 def control_ids(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -15,6 +15,7 @@ from chatcache.conversations.tree import (
     DELETED,
     FORKED,
     IN_PROGRESS,
+    SHARE_KEY,
     Conversation,
     ConversationBusyError,
     ConversationTree,
@@ -152,6 +153,23 @@ def test_response_deletion_removes_messages_without_dependents() -> None:
     assert set(last.items) == {"u0", "a1"} and set(last.turns) == {"r1"}
     assert last.conversation.active_leaf == "a1"
     assert set(applied(last, plan_response_deletion(last, "r1")).items) == set()
+
+
+def test_response_deletion_of_an_unknown_response_raises() -> None:
+    with pytest.raises(NotFoundError) as raised:
+        plan_response_deletion(small(), "resp_x")
+    assert raised.value.param == "response_id"
+
+
+def test_deletion_moves_the_end_of_a_link_to_a_message_that_stays() -> None:
+    head = replace(HEAD, metadata={"k": "v", SHARE_KEY: "a3 digest"})
+    tree = ConversationTree(head, small().items.values(), small().turns.values())
+    assert plan_message_deletion(tree, "a1").metadata is None, "the last message stays"
+    assert plan_message_deletion(tree, "a3").metadata == {"k": "v", SHARE_KEY: "u2 digest"}
+    assert plan_response_deletion(tree, "r2").metadata == {"k": "v", SHARE_KEY: "a1 digest"}
+    alone = ConversationTree(replace(head, metadata={SHARE_KEY: "u0 digest"}), [tree.items["u0"]], ())
+    assert plan_message_deletion(alone, "u0").metadata == {}
+    assert plan_message_deletion(small(), "a3").metadata is None
 
 
 def test_response_deletion_removes_the_prefix_stored_by_its_fork() -> None:

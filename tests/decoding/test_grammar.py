@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from chatcache.decoding.grammar.state import Constraint
 from chatcache.decoding.stopping import StopRules
 from chatcache.errors import InvalidRequestError
 from chatcache.types.actions import Candidates
+from chatcache.types.json_schema import close_objects
 from chatcache.types.request import SamplingParams, StructuredOutputs
 from tests.decoding.decode_driver import Run, TableModel, log_softmax, run
 from tests.decoding.toy_vocab import CONTROL, EOS, PIECES, PROMPT, VOCAB_SIZE, compiled, strategy_of, text_of
@@ -112,6 +114,113 @@ def test_json_schema(schema: Any) -> None:
     assert len(found) >= 6
     for text in found:
         jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
+
+
+A, B = {"properties": {"a": {"type": "null"}}}, {"properties": {"b": {"type": "null"}}}
+CLOSED_A = {**A, "additionalProperties": False}
+REF_A = {"$ref": "#/$defs/a"}
+
+
+def closed(schema: Any) -> Any:
+    parsed = json.loads(json.dumps(schema))
+    close_objects(parsed)
+    return parsed
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (A, CLOSED_A),
+        ({"type": "object", "properties": {}}, {"type": "object", "properties": {}, "additionalProperties": False}),
+        ({"items": A, "$defs": {"unused": A}}, {"items": CLOSED_A, "$defs": {"unused": A}}),
+        ({"prefixItems": [A]}, {"prefixItems": [CLOSED_A]}),
+        ({"additionalProperties": A}, {"additionalProperties": CLOSED_A}),
+        ({"anyOf": [A, REF_A], "$defs": {"a": A}}, {"anyOf": [CLOSED_A, REF_A], "$defs": {"a": CLOSED_A}}),
+        (
+            {"title": "x", "allOf": [REF_A], "$defs": {"a": A}},
+            {"title": "x", "allOf": [REF_A], "$defs": {"a": CLOSED_A}},
+        ),
+        ({"allOf": [A, {"type": "object"}]}, {"allOf": [CLOSED_A, {"type": "object"}]}),
+        (
+            {**A, "anyOf": [{"required": ["a"]}, {"type": "null"}]},
+            {**CLOSED_A, "anyOf": [{"required": ["a"]}, {"type": "null"}]},
+        ),
+    ],
+)
+def test_object_that_lists_its_keys_is_closed(schema: Any, expected: Any) -> None:
+    assert closed(schema) == expected
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        *({**A, word: value} for word, value in [("additionalProperties", True), ("unevaluatedProperties", True)]),
+        *({**A, word: {}} for word in ("additionalProperties", "patternProperties", "propertyNames", "not", "if")),
+        {**A, "minProperties": 2},
+        {**A, "required": ["a", "b"]},
+        {**A, "enum": [{"b": 1}]},
+        {**A, "allOf": [B]},
+        {**A, "anyOf": [B, {"required": ["a"]}]},
+        {**A, "oneOf": [{"required": ["b"]}]},
+        {"allOf": [A, B]},
+        {"allOf": [A, {"required": ["b"]}]},
+        {"required": ["b"], "anyOf": [A, B]},
+        {"anyOf": [A, B], "oneOf": [A, B]},
+        {"allOf": [{"properties": {"x": A}}, {"properties": {"x": B}}]},
+        {"properties": {"x": A}, "patternProperties": {"x": B}},
+        {"items": {"allOf": [REF_A, B]}, "$defs": {"a": A}},
+        {"items": {**B, **REF_A}, "$defs": {"a": A}},
+        {"allOf": [{"items": REF_A}, {"required": ["b"]}], "additionalProperties": REF_A, "$defs": {"a": A}},
+        {"not": REF_A, "items": REF_A, "$defs": {"a": A}},
+        {**A, "items": {"$ref": "https://example.org/other"}},
+        {"allOf": [{"items": A}, {"items": B}]},
+        {"items": B, "$ref": "#/$defs/list", "$defs": {"list": {"items": A}}},
+        {"prefixItems": [A], "anyOf": [{"items": B}, {"type": "null"}]},
+        {"properties": {"m": A}, "required": ["m"], "enum": [{"m": {"b": 1}}]},
+        {"properties": {"m": A}, "const": {"m": {"b": 1}}},
+        {**A, "required": [["a"], {}]},
+        {**A, "properties": ["a"]},
+        True,
+    ],
+)
+def test_object_with_other_keys_stays_open(schema: Any) -> None:
+    assert closed(schema) == schema
+
+
+def schemas(objects: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Schemas that combine other ones in each way that a model can be held to."""
+    keys = st.sampled_from(["a", "b"])
+    lists = st.lists(objects, min_size=1, max_size=2)
+    words = {
+        "properties": st.dictionaries(keys, objects, max_size=2),
+        "required": st.lists(keys, unique=True),
+        "additionalProperties": objects | st.booleans(),
+        "items": objects,
+        "$ref": st.sampled_from(["#/$defs/x", "#/$defs/y"]),
+        **dict.fromkeys(("allOf", "anyOf"), lists),
+    }
+    return st.fixed_dictionaries({}, optional=words)
+
+
+SOME_SCHEMAS = st.recursive(st.sampled_from([A, B, {"type": "null"}, {"type": "object"}]), schemas, max_leaves=6)
+
+
+@given(SOME_SCHEMAS, SOME_SCHEMAS, SOME_SCHEMAS)
+@settings(deadline=None, max_examples=200)
+def test_closing_objects_makes_no_schema_unsatisfiable(schema: Any, x: Any, y: Any) -> None:
+    root = {"allOf": [schema], "$defs": {"x": x, "y": y}}
+    assert is_compilable(closed(root)) or not is_compilable(root)
+
+
+def is_compilable(schema: Any) -> bool:
+    return not llguidance.LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}", None)
+
+
+def test_json_schema_allows_the_listed_keys_only() -> None:
+    outputs = StructuredOutputs(json=json.dumps({**A, "type": "object"}))
+    found = texts(sample(outputs, n=12, logit_bias=CLOSING))
+    assert found and {frozenset(json.loads(text)) for text in found} <= {frozenset(), frozenset("a")}
 
 
 def test_json_object() -> None:

@@ -77,11 +77,11 @@ GOOD = [
     StructuredOutputs(grammar="start: A\nA: /[<>]/ // <b>"),
 ]
 BAD: list[tuple[Any, str]] = [
-    ({"json": "{}"}, "must be a chatcache.StructuredOutputs, got dict"),
+    (["{}"], "must be a chatcache.StructuredOutputs or a dict, got list"),
     (StructuredOutputs(), "exactly one of json, json_object, regex, choice, grammar; got none"),
     (StructuredOutputs(json="{}", regex="a"), "exactly one of .*; got json, regex"),
     (StructuredOutputs(json_object=1), r"structured_outputs.json_object must be true or false"),  # type: ignore[arg-type]
-    (StructuredOutputs(json={}), r"structured_outputs.json must be text, got dict"),  # type: ignore[arg-type]
+    (StructuredOutputs(json=[]), r"structured_outputs.json must be text, got list"),  # type: ignore[arg-type]
     (StructuredOutputs(json="x" * 262_145), "structured_outputs.json must have 1 to 262144 bytes, got 262145"),
     (StructuredOutputs(regex="é" * 8193), "structured_outputs.regex must have 1 to 16384 bytes, got 16386"),
     (StructuredOutputs(regex=""), "structured_outputs.regex must have 1 to 16384 bytes, got 0"),

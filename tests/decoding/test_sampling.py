@@ -188,3 +188,10 @@ def test_the_driver_edits_as_the_plan_says() -> None:
     (spec,) = make_strategy(request, MODEL_INFO, seed=0, max_tokens=5, token_bytes=None).draws(0)
     changed = edited(logits, spec)
     assert changed[logits.argmax()] == logits.max() / 2 and changed[logits.argmin()] == logits.min() * 2
+
+
+@pytest.mark.parametrize(("top_k", "drawn_with"), [(VOCAB_SIZE - 1, VOCAB_SIZE - 1), (VOCAB_SIZE, 0), (2**31 - 1, 0)])
+def test_top_k_that_keeps_every_token_filters_nothing(top_k: int, drawn_with: int) -> None:
+    request = GenerateRequest(request_id="r", prompt=PROMPT, params=SamplingParams(top_k=top_k))
+    strategy = make_strategy(request, MODEL_INFO, seed=1, max_tokens=4, token_bytes=BYTES)
+    assert [spec.top_k for spec in strategy.draws(0)] == [drawn_with]

@@ -55,7 +55,7 @@ SAMPLING_GOOD: dict[str, list[Any]] = {
     "best_of": [None, 1, 1024],
     "temperature": [0, 0.0, 2, 100.0],
     "top_p": [1e-9, 1],
-    "top_k": [-1, 0, 100],
+    "top_k": [-1, 0, 101, 2**31 - 1],
     "min_p": [0, 1],
     "seed": [None, -(2**63), 2**64 - 1],
 }
@@ -64,7 +64,7 @@ SAMPLING_BAD: dict[str, list[Any]] = {
     "best_of": [0, 1025, -1, 2.0, True, "3"],
     "temperature": [-0.1, 100.1, NAN, INF, -INF, "1", None, True, 10**400],
     "top_p": [0, 1.01, -0.5, NAN],
-    "top_k": [-2, 101, 1.0],
+    "top_k": [-2, 2**31, 1.0],
     "min_p": [-0.01, 1.01, NAN],
     "seed": [-(2**63) - 1, 2**64, 1.0, "7", False],
 }

@@ -48,6 +48,7 @@ class CountingEngine:
     """Emits one predictable token per request and step; `step_s` is the duration of a step."""
 
     search_steps: Sequence[SearchStep] = ()
+    invalid_grammars: Sequence[str] = ()
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.model_info = ModelInfo(name="counting", digest="00", vocab_size=1000, max_model_len=100_000)

@@ -68,17 +68,34 @@ async def test_a_submit_cancelled_while_compiling_aborts_the_request(client: Cli
     assert isinstance([event async for event in client.events("next")][-1], Finished)
 
 
-def test_only_a_failure_as_first_event_answers_the_submit() -> None:
+def test_only_an_invalid_grammar_of_a_new_request_answers_the_submit() -> None:
     sent: list[Answer] = []
     pending = PendingSubmits(sent.append)
-    for call, name in enumerate(("slow", "bad", "late", "good")):
+    for call, name in enumerate(("slow", "bad", "resumed", "dead end", "good")):
         pending.add(name, call)
-    later = Failed("late", 3, "too much", "constraint_too_complex", "structured_outputs", 400)
     bad = Failed("bad", 1, "no", "invalid_constraint", "structured_outputs", 400)
+    resumed = Failed("resumed", 3, "no", "invalid_constraint", "structured_outputs", 400)
+    dead_end = Failed("dead end", 1, "no token", "constraint_dead_end", "structured_outputs", 400)
     started = Started("other", 1, 2, 0)
-    assert pending.resolve([started, bad, later], lambda name: name == "slow") == (started, later)
-    assert [answer.call for answer in sent] == [1, 2, 3]
+    invalid = {"bad", "resumed"}
+    left = pending.resolve([started, bad, resumed, dead_end], lambda name: name == "slow", invalid)
+    assert left == (started, resumed, dead_end)
+    assert [answer.call for answer in sent] == [1, 2, 3, 4]
     assert sent[0].error is not None and sent[0].error.code == "invalid_constraint"
-    assert sent[1].error is None and sent[2].error is None
-    assert pending.resolve([started], lambda _: False) == (started,)
-    assert [answer.call for answer in sent] == [1, 2, 3, 0]
+    assert all(answer.error is None for answer in sent[1:])
+    assert pending.resolve([started], lambda _: False, ()) == (started,)
+    assert [answer.call for answer in sent] == [1, 2, 3, 4, 0]
+
+
+async def test_a_dead_end_is_the_same_for_a_new_and_a_compiled_grammar(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = []
+    for name in ("first", "second"):
+        params = SamplingParams(allowed_token_ids=(99,), structured_outputs=StructuredOutputs(regex="[ab]{5}"))
+        await client.submit(GenerateRequest(request_id=name, prompt=(65, 66), params=params))
+        ends.append([event async for event in client.events(name)])
+    for events in ends:
+        assert [type(event) for event in events] == [Failed]
+        assert isinstance(events[0], Failed) and (events[0].code, events[0].status) == ("constraint_dead_end", 400)
+    assert not caplog.records

@@ -360,6 +360,33 @@ def test_invalid_compaction_is_refused_by_its_field(server: ScriptedServer, give
     assert (status, answer["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("instructions", [None, "Be brief."])
+@pytest.mark.parametrize(
+    ("route", "given"), [("", [{"type": "compaction_trigger"}]), ("/compact", None), ("/compact", [])]
+)
+def test_compaction_of_nothing_is_refused(
+    server: ScriptedServer, route: str, given: object, instructions: str | None
+) -> None:
+    fields = {"instructions": instructions, **({} if given is None else {"input": given})}
+    status, _, answer = server.post(f"{RESPONSES}{route}", **fields)
+    error = answer["error"]
+    assert (status, error["param"], error["code"]) == (400, "input", "missing_required_parameter")
+    assert error["message"].startswith("input is required")
+    empty = server.post("/v1/conversations")[2]["id"]
+    assert server.post(f"{RESPONSES}{route}", conversation=empty, **fields)[0] == 400
+
+
+def test_prompt_of_a_compaction_is_counted_and_explained(server: ScriptedServer) -> None:
+    server.say("Hi.")
+    first = ask(server, input="Hello there.")
+    given = [{"type": "item_reference", "id": first["output"][0]["id"]}, {"type": "compaction_trigger"}]
+    server.say("A greeting.")
+    used = ask(server, input=given)["usage"]["input_tokens"]
+    assert ask(server, f"{RESPONSES}/input_tokens", input=given)["input_tokens"] == used
+    explained = ask(server, "/v1/cache/explain", input=given)
+    assert (explained["prompt_tokens"], explained["cached_tokens"] > 0) == (used, True)
+
+
 @pytest.mark.parametrize(
     "tool", [{"type": ["x"]}, {"type": {}}, {"type": 5}, ["x"], "x", {"type": "namespace", "tools": 5}]
 )

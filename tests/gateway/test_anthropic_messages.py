@@ -200,6 +200,9 @@ def test_billing_line_is_left_out_of_the_prompt(client: httpx.Client, server: Sc
         ("Hello there.", {"stop_sequences": ["zz", " there"]}, "stop_sequence", " there"),
         (CALLS, {"tools": TOOLS}, "tool_use", None),
         (CALLS, {"tools": TOOLS, "max_tokens": 60}, "max_tokens", None),
+        (CALLS, {"tools": TOOLS, "stop_sequences": ["u00fc"]}, "stop_sequence", "u00fc"),
+        (CALLS, {"tools": TOOLS, "stop_sequences": ["clock"]}, "tool_use", None),
+        (CALLS.rpartition("{}")[0], {"tools": TOOLS}, "end_turn", None),
     ],
 )
 def test_stop_reason_names_the_cause(
@@ -213,6 +216,8 @@ def test_stop_reason_names_the_cause(
     server.say(replied)
     message = ask(client, **fields)
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
+    if reason not in ("tool_use", "max_tokens"):
+        assert all(block["input"] == {} for block in message["content"][-1:] if block["type"] == "tool_use")
     server.say(replied)
     delta = next(event for event in events_of(client, **fields) if event["type"] == "message_delta")
     assert delta["delta"] == {"stop_reason": reason, "stop_sequence": sequence}

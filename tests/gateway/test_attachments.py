@@ -211,6 +211,17 @@ def test_uploaded_file_is_returned_as_a_block_with_its_tokens(server: Server, de
     assert (answer["num_pages"], answer["text"]) == (2, "File: a b.pdf\n```\nHello\n\nthere\n```\n")
 
 
+def test_tokens_of_an_uploaded_file_are_those_that_it_has_in_a_message(server: Server) -> None:
+    def num_prompt_tokens(content: str) -> int:
+        messages = [{"role": "user", "content": content}]
+        usage = server.post("/v1/chat/completions", messages=messages, max_tokens=1)[2]["usage"]
+        return int(usage["prompt_tokens"])
+
+    status, answer = upload(server, b"<|im_end|>\n<|im_start|>", "notes.txt")
+    assert status == 200
+    assert answer["num_tokens"] == num_prompt_tokens(answer["text"]) - num_prompt_tokens("")
+
+
 def test_refused_upload_names_the_file_and_the_limit(server: Server, described: Described) -> None:
     status, answer = upload(server, b"\x00\x01", "photo.png")
     described.check("POST", "/v1/attachments", status, answer)

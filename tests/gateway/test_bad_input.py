@@ -22,7 +22,7 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("n", [1, 64], [0, 65, -1, 1.5, "1", True, [1]]),
     ("temperature", [0, 2], [-0.01, 2.01, "1", True, {}]),
     ("top_p", [0.001, 1], [0, 1.01, -1, "x"]),
-    ("top_k", [-1, 0, VOCAB], [-2, BIG, 1.5]),
+    ("top_k", [-1, 0, VOCAB + 1, BIG - 1], [-2, BIG, 1.5]),
     ("min_p", [0, 1], [-0.1, 1.1, "x"]),
     ("repetition_penalty", [0.001, 10], [0, 1e-300, 10.1, -1]),
     ("presence_penalty", [-2, 2], [-2.1, 2.1]),
@@ -140,7 +140,7 @@ class Bounded(msgspec.Struct):
         ({"mode": "c"}, "mode must be one of d, e, got 'c'"),
         ({"inner": {"mode": "c"}}, "inner.mode must be one of f, g, got 'c'"),
         ({"inners": [None, {"mode": "c"}]}, "inners[1].mode must be one of f, g, got 'c'"),
-        ({"modes": [[], ["h", "c"]]}, "modes[1][1] must be one of h, i, got 'c'"),
+        ({"modes": [[], ["h", "c"]]}, "modes[1][1] must be one of true, false, h, i, got 'c'"),
     ],
 )
 def test_error_of_a_field_names_the_limit_in_plain_words(body: dict[str, Any], message: str) -> None:
@@ -213,7 +213,23 @@ def test_field_of_another_server_is_refused_with_its_equivalent(
 
 def test_neutral_value_of_an_unsupported_field_is_accepted(server: Server) -> None:
     neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "best_of": 1, "priority": 0}
-    status, headers, _ = server.post(CHAT, messages=USER, max_tokens=1, user="u", temperature=None, **neutral)
+    status, headers, _ = server.post(CHAT, messages=USER, max_tokens=1, temperature=None, **neutral)
+    assert status == 200 and "x-chatcache-ignored" not in headers
+
+
+def test_field_without_effect_is_named_unless_it_has_its_default(server: Server) -> None:
+    fields = {
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "flex",
+        "user": "u",
+        "safety_identifier": "s",
+        "prediction": {"type": "content", "content": "x"},
+    }
+    status, headers, _ = server.post(CHAT, messages=USER, max_tokens=1, **fields)
+    assert (status, headers["x-chatcache-ignored"]) == (200, ", ".join(fields))
+    defaults = {"store": False, "metadata": {}, "service_tier": "auto", "user": None}
+    status, headers, _ = server.post(CHAT, messages=USER, max_tokens=1, **defaults)
     assert status == 200 and "x-chatcache-ignored" not in headers
 
 

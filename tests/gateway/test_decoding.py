@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.support.fake_runner import FakeRunner, fake_model_info
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 PROMPT = "How much wood would a woodchuck"
+SPECIAL = tiny_tokenizer().added_tokens
 IDS = tuple(tiny_tokenizer().encode(PROMPT, add_special_tokens=True))
 # name: what the wire is sent, and what the engine then must have been asked
 SEARCHES: dict[str, tuple[dict[str, Any], Params]] = {
@@ -265,6 +267,50 @@ def test_echo_with_logprobs_starts_with_the_prompt(server: Server) -> None:
     ][0]
     check_rows(both["prompt_logprobs"], IDS, 4)
     assert all(len(top) <= 1 for top in both["logprobs"]["top_logprobs"][1:])
+
+
+@pytest.mark.parametrize("prompt", ["<|im_start|>user\nHï 🎉<|im_end|>\n", "<|im_start|>", "s", PROMPT, "tokens"])
+def test_echo_is_the_prompt_and_offsets_are_places_in_the_text(server: Server, prompt: str) -> None:
+    ids = tiny_tokenizer().encode("<|im_start|>user\nHi", add_special_tokens=False)
+    given: Any = ids if prompt == "tokens" else prompt
+    shown = "<|im_start|>user\nHi" if prompt == "tokens" else prompt
+    body = {"prompt": given, "max_tokens": 3, "ignore_eos": True, "echo": True, "seed": 3}
+    num_prompt = len(ids) if prompt == "tokens" else len(tiny_tokenizer().encode(prompt, add_special_tokens=True))
+    for skips in (True, False):
+        (choice,) = server.post(COMPLETIONS, **body, logprobs=0, skip_special_tokens=skips)[2]["choices"]
+        text, table = choice["text"], choice["logprobs"]
+        assert text.startswith(shown) and len(table["tokens"]) == num_prompt + 3
+        assert table["token_logprobs"][1:] and None not in table["token_logprobs"][1:]
+        ends = [*table["text_offset"][1:], len(text)]
+        for number, (token, start, end) in enumerate(zip(table["tokens"], table["text_offset"], ends, strict=True)):
+            is_hidden = token == "<s>" if number < num_prompt else skips and token in SPECIAL
+            expected = "" if is_hidden else token
+            if "\ufffd" not in token:  # else its character belongs to the next token
+                assert text[start:end].lstrip("\ufffd") == expected
+        assert table["text_offset"][num_prompt] == len(shown)
+    _, stream = server.stream(COMPLETIONS, **body)
+    texts = [choice["text"] for event in _chunks(stream) for choice in event["choices"]]
+    assert texts[0] == shown
+
+
+def test_completion_token_ids_are_those_of_the_prompt_and_of_the_answer(server: Server) -> None:
+    hello = tiny_tokenizer().encode("Hello there", add_special_tokens=True)
+    body = {"prompt": [PROMPT, "Hello there"], "n": 2, "max_tokens": 4, "seed": 1, "return_token_ids": True}
+    whole = server.post(COMPLETIONS, **body)[2]["choices"]
+    assert [choice["prompt_token_ids"] for choice in whole] == [list(IDS), list(IDS), hello, hello]
+    _, stream = server.stream(COMPLETIONS, **body)
+    streamed: dict[str, dict[int, list[int]]] = {"token_ids": {}, "prompt_token_ids": {}}
+    for choice in (choice for event in _chunks(stream) for choice in event["choices"]):
+        for name, ids in streamed.items():
+            ids.setdefault(choice["index"], []).extend(choice.get(name, ()))
+    for name, ids in streamed.items():
+        assert ids == {choice["index"]: choice[name] for choice in whole}
+
+
+def _chunks(stream: bytes) -> list[dict[str, Any]]:
+    *events, end = re.findall(rb"data: (.*)\n\n", stream)
+    assert end == b"[DONE]"
+    return [json.loads(event) for event in events]
 
 
 def test_priority_without_the_priority_policy_is_refused(server: Server, page: ClientConnection) -> None:

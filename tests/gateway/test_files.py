@@ -95,6 +95,22 @@ def test_imported_copy_continues_with_the_same_tokens(server: Server, other_serv
     assert again["usage"]["input_tokens_details"]["cached_tokens"] >= there["usage"]["input_tokens"]
 
 
+def test_import_of_an_edited_export_continues_from_its_text(server: Server) -> None:
+    first = converse(server, "My name is Ada", **GREEDY)
+    text = json.dumps(export(server, first["conversation"]["id"])).replace("Ada", "Bob")
+    server.request("DELETE", f"/v1/conversations/{first['conversation']['id']}")
+    (entry,) = send(server, text)[2]["data"]
+    assert entry["status"] == "created" and not entry["token_exact"]
+    items = server.request("GET", f"/v1/conversations/{entry['id']}/items?order=asc")[2]["data"]
+    assert items[0]["content"][0]["text"] == "My name is Bob"
+    status, _, answer = server.request("GET", f"/v1/conversations/{entry['id']}/items/{items[1]['id']}/tokens")
+    assert status == 400 and "messages that this server generated" in answer["error"]["message"]
+    going_on = converse(server, "What is my name?", conversation=entry["id"], **GREEDY)
+    turns = export(server, entry["id"])["turns"]
+    (turn,) = [each for each in turns if each["id"] == going_on["id"]]
+    assert "My name is Bob" in tiny_tokenizer().decode(turn["prompt_ids"])
+
+
 def test_export_of_all_contains_only_the_tenants_conversations(other_server: Server) -> None:
     ours = as_bob(other_server, "Mine")["conversation"]["id"]
     status, headers, text = other_server.request("GET", "/v1/conversations/export", headers=key("bob"))
@@ -169,7 +185,7 @@ def test_chatgpt_export_is_imported_over_http(server: Server) -> None:
         "a": {
             "parent": "u",
             "children": [],
-            "message": {"author": {"role": "assistant"}, "content": {"content_type": "text", "parts": ["They smile."]}},
+            "message": {"author": {"role": "assistant"}, "content": {"content_type": "text", "parts": ["Smile\ud83d"]}},
         },
     }
     file = [{"title": "Quokkas", "create_time": 1.5, "current_node": "a", "id": "cg-1", "mapping": mapping}]
@@ -182,7 +198,7 @@ def test_chatgpt_export_is_imported_over_http(server: Server) -> None:
     going_on = converse(server, "More", conversation=conversation, **GREEDY)
     assert going_on["status"] == "incomplete"
     written = export(server, conversation, "?format=markdown")
-    assert written.startswith("# Quokkas\n\n## User\n\nQuokka facts?\n\n## Assistant\n\nThey smile.\n\n## User\n\nMore")
+    assert written.startswith("# Quokkas\n\n## User\n\nQuokka facts?\n\n## Assistant\n\nSmile\ufffd\n\n## User\n\nMore")
 
 
 def test_export_selects_branches(server: Server) -> None:

@@ -10,6 +10,7 @@ import pytest
 from websockets.sync.client import ClientConnection
 
 from chatcache.config import ServerConfig
+from chatcache.conversations.tree import plan_message_deletion
 from chatcache.gateway.schemas.requests import MAX_NEW_ITEMS
 from tests.gateway.frames import LONG, ask, items_of, receive, send, text_of, until_end
 from tests.gateway.serving import PAGE_SIZE, Server, slowed
@@ -160,6 +161,37 @@ def test_deleting_a_message_under_a_running_response_is_a_409(server: Server, so
         while receive(socket)["type"] != "response.incomplete":
             pass
     assert server.request("DELETE", path)[0] == 200
+
+
+def test_response_whose_prompt_has_lost_a_message_is_a_409_and_not_stored(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = server.post("/v1/responses", input="My name is Ada.", max_output_tokens=4)[2]
+    second = server.post("/v1/responses", input="And?", previous_response_id=first["id"], max_output_tokens=4)[2]
+    conversation, reply = first["conversation"]["id"], first["output"][0]["id"]
+    asked = second["input_item_ids"][0]
+    store = server.gateway.opened_store()
+    append = store.append
+
+    async def delete_and_append(*args: Any, **more: Any) -> Any:
+        monkeypatch.setattr(store, "append", append)
+        tree = await store.load("", conversation)
+        await store.delete_messages("", conversation, plan_message_deletion(tree, reply))
+        return await append(*args, **more)
+
+    monkeypatch.setattr(store, "append", delete_and_append)
+    before = get(server, f"/v1/conversations/{conversation}/items?branches=all")["data"]
+    status, headers, answer = server.post("/v1/responses", previous_item_id=asked)
+    assert (status, answer["error"]["code"]) == (409, "conversation_busy"), answer
+    assert headers["x-should-retry"] == "false"
+    left = get(server, f"/v1/conversations/{conversation}/items?branches=all")["data"]
+    assert [item["id"] for item in left] == [item["id"] for item in before if item["id"] != reply]
+    again = server.post("/v1/responses", previous_item_id=asked, max_output_tokens=4)[2]
+    assert again["usage"]["input_tokens"] < second["usage"]["input_tokens"], "the prompt is without the message"
+    exported = get(server, f"/v1/conversations/{conversation}/export")
+    assert {turn["base_item_id"] for turn in exported["turns"]} <= {None, *(item["id"] for item in exported["items"])}
+    server.request("DELETE", f"/v1/conversations/{conversation}")
+    assert server.request("POST", "/v1/conversations/import", exported)[2]["data"][0]["status"] == "created"
 
 
 def test_message_id_as_response_id_is_a_404(socket: ClientConnection) -> None:

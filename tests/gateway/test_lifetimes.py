@@ -288,6 +288,6 @@ def test_message_deleted_during_regeneration_is_rejected(
     assert server.request("DELETE", f"{path}/items/{item}")[0] == 200
     store.holds_opening = False
     refused = receive(socket)
-    assert refused["type"] == "error" and refused["status"] == 404, refused
+    assert (refused["status"], refused["error"]["code"]) == (409, "conversation_busy"), refused
     status, _, listed = server.request("GET", f"{path}/items")
     assert status == 200 and [each["id"] for each in listed["data"]] == [origin["output"][0]["id"]]

@@ -83,6 +83,23 @@ def test_chat_streams_lines_that_add_up_to_the_whole_answer(
         )
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"), [({"stop": ['arguments": {}']}, "stop"), ({"num_predict": -1}, "length")]
+)
+def test_call_that_was_cut_off_is_not_sent(
+    client: httpx.Client, server: ScriptedServer, options: dict[str, Any], reason: str
+) -> None:
+    (ids,) = server.say(CALLS)
+    if reason == "length":
+        options = {"num_predict": len(ids) - 14}  # within the arguments' name of the last call
+    *lines, last = lines_of(client, tools=TOOLS, options=options)
+    whole = ask(client, tools=TOOLS, options=options)
+    calls = [call for line in lines for call in line["message"].get("tool_calls", ())]
+    for found in (calls, whole["message"]["tool_calls"]):
+        assert [call["function"]["name"] for call in found] == ["weather"]
+    assert last["done_reason"] == whole["done_reason"] == reason
+
+
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
 def test_last_line_has_counts_durations_and_reason(client: httpx.Client, server: ScriptedServer, path: str) -> None:
     server.say("One two three four five six seven eight nine ten.")
@@ -130,6 +147,8 @@ def test_format_constrains_the_answer(client: httpx.Client, server: ScriptedServ
     assert json.loads(ask(client, format="json")["message"]["content"]) == {"city": "Bern"}
     server.say('{"city": "Bern"}')
     assert json.loads(ask(client, GENERATE, format=SCHEMA)["response"]) == {"city": "Bern"}
+    server.say('{"city": "Bern", "x": 1}')
+    assert set(json.loads(ask(client, GENERATE, format=SCHEMA)["response"])) == {"city"}
     for wrong in ("xml", {"type": "nothing"}):
         refused = client.post(CHAT, json={"messages": USER, "format": wrong})
         assert refused.status_code == 400 and refused.json()["error"].startswith("format")

@@ -43,6 +43,21 @@ def test_response_engine_failure_returns_200_and_is_stored(server: Server) -> No
     assert server.post(PATH, **greedy)[2]["output"][0]["content"] == whole["output"][0]["content"]
 
 
+def test_response_and_message_of_different_conversations_are_a_400(server: Server) -> None:
+    first, second = (server.post(PATH, input="Say", max_output_tokens=2)[2] for _ in range(2))
+    item = second["output"][0]["id"]
+    place = {"input": "x", "previous_item_id": item, "max_output_tokens": 2}
+    for path in (PATH, f"{PATH}/input_tokens", "/v1/cache/explain"):
+        body = place if path != "/v1/cache/explain" else {"input": "x", "previous_item_id": item}
+        status, _, answer = server.post(path, **body, previous_response_id=first["id"])
+        assert (status, answer["error"]["param"]) == (400, "previous_item_id"), answer
+        assert first["id"] in answer["error"]["message"] and item in answer["error"]["message"]
+        status, _, answer = server.post(path, **body, previous_response_id="resp_x")
+        assert (status, answer["error"]["code"]) == (404, "previous_response_not_found"), answer
+    status, _, answer = server.post(PATH, **place, previous_response_id=second["id"])
+    assert status == 200 and answer["conversation"] == second["conversation"]
+
+
 def test_beam_search_when_engine_process_dies_returns_retryable_503(
     server: Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +102,8 @@ def test_responses_are_found_after_a_restart(tmp_path: Path) -> None:
     with Server(config) as server:
         server.wait_ready()
         done = server.post(PATH, input="Hi", n=2, metadata={"a": "b"}, max_output_tokens=9, temperature=0.5)[2]
+        searches: tuple[dict[str, int], ...] = ({"beam_width": 4, "n": 3}, {"best_of": 4, "n": 2})
+        ranked = [server.post(PATH, input="Hi", max_output_tokens=9, **fields)[2] for fields in searches]
         with slowed(server, 0.01):
             cut = begin(server, {**LONG, "background": True})
             cut_id = json.loads(read_all(cut).partition(b"\r\n\r\n")[2])["id"]
@@ -95,7 +112,9 @@ def test_responses_are_found_after_a_restart(tmp_path: Path) -> None:
             server.stop()
     with Server(config) as server:
         server.wait_ready()
-        assert server.request("GET", f"{PATH}/{done['id']}")[2] == done
+        for response in (done, *ranked):
+            assert server.request("GET", f"{PATH}/{response['id']}")[2] == response
+        assert all("score" in item for response in ranked for item in response["output"])
         ended = server.request("GET", f"{PATH}/{cut_id}")[2]
         assert ended["status"] == "incomplete" and ended["incomplete_details"] == {"reason": "interrupted"}
         assert ended["output"][0]["content"][0]["text"]

@@ -51,7 +51,9 @@ def test_models_lists_and_gets_the_served_model(server: Server) -> None:
     card = server.request("GET", f"/v1/models/{MODEL}")[2]
     assert card == listed["data"][0]
     assert card["object"] == "model" and card["max_model_len"] == MAX_MODEL_LEN
-    assert server.request("GET", "/v1/models/none")[2]["error"]["code"] == "model_not_found"
+    for other in ("none", ""):
+        status, _, answer = server.request("GET", f"/v1/models/{other}")
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize(

@@ -78,13 +78,23 @@ def test_link_ends_when_it_is_revoked_replaced_or_its_conversation_is_deleted(ke
     assert keyed.request("DELETE", f"{path}/share", headers=ANN)[0] == 200
     assert keyed.request("DELETE", f"{path}/share", headers=ANN)[0] == 200
     assert read(keyed, second)[0] == 404
-    third = share(keyed, conversation, leaf=items[1])["path"]
-    assert keyed.request("DELETE", f"{path}/items/{items[1]}", headers=ANN)[0] == 200
-    assert read(keyed, third)[0] == 404
+    third = share(keyed, conversation, leaf=items[0])["path"]
+    assert keyed.request("DELETE", f"{path}/items/{items[0]}", headers=ANN)[0] == 200
+    assert read(keyed, third)[0] == 404, "no message of the path is left"
     fourth = share(keyed, conversation)["path"]
     assert read(keyed, fourth)[0] == 200
     assert keyed.request("DELETE", path, headers=ANN)[0] == 200
     assert read(keyed, fourth)[0] == 404
+
+
+def test_deleted_messages_disappear_from_a_link(keyed: Server) -> None:
+    conversation, items = create(keyed, "first question", "first answer", "second question", "second answer")
+    made = share(keyed, conversation, leaf=items[2])
+    for gone, left in ((items[2], ["first question", "first answer"]), (items[0], ["first answer"])):
+        assert keyed.request("DELETE", f"/v1/conversations/{conversation}/items/{gone}", headers=ANN)[0] == 200
+        status, _, page = read(keyed, made["path"])
+        assert status == 200
+        assert [text for text in ("first question", "first answer", "second") if text in page] == left
 
 
 def test_wrong_links_of_all_kinds_get_the_same_answer(keyed: Server) -> None:

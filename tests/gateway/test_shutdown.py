@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from chatcache.gateway.limits.rate_limits import RateLimiter
 from chatcache.gateway.metrics import Metrics
 from chatcache.gateway.middleware import RequestContextMiddleware
+from tests.gateway.serving import Server, slowed, wait_until
 
 
 async def test_request_that_outlasts_the_shutdown_is_answered_503() -> None:
@@ -34,3 +40,25 @@ async def test_request_that_outlasts_the_shutdown_is_answered_503() -> None:
         await serving
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
     assert float(answer.headers["retry-after"]) > 0 and answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/completions", {"prompt": ["Hi", "Ho"]}),
+    ],
+)
+def test_stream_that_the_server_ends_has_an_error_and_no_finish_reason(
+    server: Server, path: str, prompt: dict[str, Any]
+) -> None:
+    service = server.gateway.loaded_model().service
+    with ThreadPoolExecutor(1) as pool, slowed(server, 0.02):
+        streamed = pool.submit(server.stream, path, **prompt, n=2, max_tokens=900, ignore_eos=True)
+        wait_until(lambda: service.num_live == len(prompt.get("prompt", "x")), "the requests")
+        begun = server.runner.num_steps
+        wait_until(lambda: server.runner.num_steps > begun + 3, "some tokens")
+        server.call(service.abort_live())
+        *chunks, error = map(json.loads, re.findall(rb"data: ({.*})\n\n", streamed.result()[1]))
+    assert error["error"]["code"] == "shutting_down"
+    assert {choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]} == {None}

@@ -10,7 +10,7 @@ import pytest
 from websockets.sync.client import ClientConnection
 
 from tests.gateway.frames import ask, receive, send, text_of
-from tests.gateway.serving import Server
+from tests.gateway.serving import Server, wait_until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -42,6 +42,10 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {
     "choice": ({"structured_outputs": {"choice": ["yes", "no", "maybe é"]}}, {"yes", "no", "maybe é"}.__contains__),
     "json": ({"structured_outputs": {"json": SCHEMA}}, is_pet),
     "json as text": ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, is_pet),
+    "json of listed keys": (
+        {"structured_outputs": {"json": {word: SCHEMA[word] for word in SCHEMA if word != "additionalProperties"}}},
+        is_pet,
+    ),
     "grammar": ({"structured_outputs": {"grammar": 'start: ("ab" | "ba")~3'}}, re.compile("(ab|ba){3}").fullmatch),
     "json_schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}},
@@ -168,3 +172,41 @@ def test_invalid_schema_of_a_response_is_refused_by_its_field(socket: ClientConn
     assert receive(socket)["error"]["param"] == "text"
     send(socket, input="x", text={"format": {"type": "json_schema", "name": "x"}})
     assert receive(socket)["error"]["param"] == "text.format.schema"
+
+
+def events_of(server: Server, path: str, **body: object) -> list[str]:
+    """Return the types of a stream's events; the code of an error in a stream of chunks."""
+    frames = server.stream(path, stream=True, **body)[1].decode().split("\n\n")
+    chunks = [json.loads(frame.rpartition("data: ")[2]) for frame in frames if "data: {" in frame]
+    return [chunk["type"] if "type" in chunk else chunk["error"]["code"] for chunk in chunks]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("whole", (200, "constraint_dead_end")),
+        ("streamed", ["response.created", "response.in_progress", "response.failed"]),
+        ("background", (200, "constraint_dead_end")),
+        ("chat", (400, "constraint_dead_end")),
+        ("streamed chat", ["constraint_dead_end"]),
+    ],
+)
+def test_dead_end_is_reported_alike_before_and_after_the_grammar_is_compiled(
+    server: Server, kind: str, expected: object
+) -> None:
+    dead = {"allowed_token_ids": [300], "structured_outputs": {"regex": f"new {kind}"}}
+
+    def outcome() -> object:
+        if kind == "streamed":
+            return events_of(server, "/v1/responses", input="x", **dead)
+        if kind == "streamed chat":
+            return events_of(server, CHAT, messages=USER, **dead)
+        if kind == "chat":
+            status, _, answer = server.post(CHAT, messages=USER, **dead)
+            return status, answer["error"]["code"]
+        status, _, answer = server.post("/v1/responses", input="x", background=kind == "background", **dead)
+        path = f"/v1/responses/{answer['id']}"
+        wait_until(lambda: server.request("GET", path)[2]["status"] == "failed", "the end")
+        return status, server.request("GET", path)[2]["error"]["code"]
+
+    assert outcome() == outcome() == expected

@@ -15,6 +15,7 @@ import pytest
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
+from chatcache.conversations.tree import plan_response_deletion
 from tests.gateway.described import Described
 from tests.gateway.serving import Server, slowed, wait_until
 from tests.gateway.test_rest import converse
@@ -42,6 +43,9 @@ def test_a_stale_tab_is_shown_what_is_new(server: Server) -> None:
         ("POST", f"{path}/items", {"items": [{"role": "user", "content": "x"}], "rev": old}),
         ("DELETE", f"{path}/items/{item}?rev={old}", None),
         ("POST", f"{path}/title", {"rev": old}),
+        ("POST", f"{path}/share", {"rev": old}),
+        ("DELETE", f"{path}/share?rev={old}", None),
+        ("DELETE", f"/v1/responses/{response['id']}?rev={old}", None),
         ("POST", "/v1/responses", {"input": "x", "conversation": conversation, "rev": old}),
         ("POST", "/v1/responses", {"input": "x", "previous_item_id": item, "rev": old, "store": False}),
     ):
@@ -55,9 +59,90 @@ def test_a_stale_tab_is_shown_what_is_new(server: Server) -> None:
     present = head(server, conversation)
     assert server.post("/v1/responses", input="x", rev=1)[2]["error"]["param"] == "rev"
     for rev in ("x", "-1", "1.5", "", "9" * 16):
-        assert server.request("DELETE", f"{path}?rev={rev}")[0] == 400
+        for where in (path, f"{path}/share", f"/v1/responses/{said[2]['id']}"):
+            assert server.request("DELETE", f"{where}?rev={rev}")[2]["error"]["param"] == "rev"
+    status, headers, shared = server.post(f"{path}/share", rev=present["rev"])
+    assert status == 200 and "x-chatcache-ignored" not in headers
+    present = server.request("DELETE", f"{path}/share?rev={shared['conversation']['rev']}")[2]
+    assert "share" not in present["metadata"]
+    assert server.request("DELETE", f"/v1/responses/{said[2]['id']}?rev={present['rev']}")[0] == 200
+    present = head(server, conversation)
     assert server.request("DELETE", f"{path}/items/{item}?rev={present['rev']}")[2]["rev"] == present["rev"] + 1
     assert server.request("DELETE", f"{path}?rev={present['rev'] + 1}")[0] == 200
+
+
+def test_deletion_of_a_running_response_with_a_stale_rev_does_not_end_it(server: Server) -> None:
+    with slowed(server, 0.02):
+        response = server.post("/v1/responses", input="Say much", background=True, **LONG)[2]
+        path, rev = f"/v1/responses/{response['id']}", head(server, response["conversation"]["id"])["rev"]
+        status, _, answer = server.request("DELETE", f"{path}?rev={rev - 1}")
+        assert (status, answer["error"]["code"]) == (409, "stale_revision")
+        assert server.request("GET", path)[2]["status"] == "in_progress"
+        assert server.request("DELETE", f"{path}?rev={rev}")[0] == 200
+    assert server.request("GET", path)[0] == 404
+
+
+def test_deletions_without_rev_at_the_same_time_all_succeed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client changes the conversation again and again between the plan of a deletion and its transaction."""
+    items = [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]
+    conversation = server.post("/v1/conversations", items=items)[2]
+    path, store = f"/v1/conversations/{conversation['id']}", server.gateway.opened_store()
+    num_changes, delete_messages, get = 0, store.delete_messages, store.get
+
+    async def change() -> None:
+        nonlocal num_changes
+        if num_changes < 8:
+            num_changes += 1
+            await store.update("", conversation["id"], title=f"title {num_changes}")
+
+    async def slow_deletion(*args: Any, **more: Any) -> Any:
+        await change()
+        return await delete_messages(*args, **more)
+
+    async def get_then_change(*args: Any, **more: Any) -> Any:
+        found = await get(*args, **more)
+        await change()
+        return found
+
+    monkeypatch.setattr(store, "delete_messages", slow_deletion)
+    status, _, changed = server.request("DELETE", f"{path}/items/{conversation['active_leaf']}")
+    assert (status, num_changes, changed["title"]) == (200, 8, "title 8"), changed
+    num_changes = 0
+    monkeypatch.setattr(store, "get", get_then_change)
+    status, _, shared = server.post(f"{path}/share")
+    assert (status, num_changes, shared["conversation"]["title"]) == (200, 8, "title 8"), shared
+
+
+def test_deletions_of_one_response_at_the_same_time_never_fail(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client deletes the response, or its conversation, after this deletion has read it."""
+    store = server.gateway.opened_store()
+    load = store.load
+    for is_logged in (True, False):
+        for what in ("response", "conversation"):
+            response = converse(server, "Hello")
+            path, conversation = f"/v1/responses/{response['id']}", response["conversation"]["id"]
+            if what == "response":  # the conversation stays
+                asked, again = response["input_item_ids"][0], {"role": "user", "content": "x"}
+                server.post(f"/v1/conversations/{conversation}/items", items=[again], parent_id=asked)
+            if not is_logged:
+                server.gateway.responses.remove(response["id"])
+
+            async def delete_and_load(owner: str, name: str, response: Any = response, what: str = what) -> Any:
+                monkeypatch.setattr(store, "load", load)
+                if what == "conversation":
+                    await store.delete(owner, name)
+                else:
+                    edit = plan_response_deletion(await load(owner, name), response["id"])
+                    await store.delete_messages(owner, name, edit)
+                return await load(owner, name)
+
+            monkeypatch.setattr(store, "load", delete_and_load)
+            status, _, answer = server.request("DELETE", path)
+            if is_logged:
+                assert (status, answer["deleted"]) == (200, True), answer
+            else:
+                assert (status, answer["error"]["message"]) == (404, f"no response '{response['id']}'")
+            assert server.request("GET", path)[0] == server.request("DELETE", path)[0] == 404
 
 
 def test_tabs_over_http_agree_on_one_history(server: Server) -> None:

@@ -127,8 +127,25 @@ def test_items_name_their_candidate(start: Start) -> None:
         assert {item[name] for name in ("id", "type", "candidate")} == {
             done[index][name] for name in ("id", "type", "candidate")
         }
-    stored = ask_stored(server, response["id"])
-    assert sorted(stored["output"], key=json.dumps) == sorted(response["output"], key=json.dumps)
+    assert ask_stored(server, response["id"])["output"] == response["output"]
+
+
+def test_stored_output_items_keep_the_order_in_which_they_began(start: Start) -> None:
+    server = start("hermes")
+    server.say(f"<think>hm</think>{CALL}\nNow wait.\n{CALL}", "One.", f"{CALL}\nWait.")
+    for n in (1, 3):
+        response = ask(server, input="Weather?", n=n, tools=FLAT, max_output_tokens=200)
+        kinds = [item["type"] for item in response["output"] if item["candidate"] == 0]
+        assert kinds == ["reasoning", "function_call", "message", "function_call"]
+        path = f"/v1/conversations/{response['conversation']['id']}/items?order=asc"
+        listed = server.request("GET", path)[2]["data"][1:]
+        assert [item["id"] for item in listed] == [i["id"] for i in response["output"] if i["candidate"] == 0]
+        assert ask_stored(server, response["id"])["output"] == response["output"]
+        address = f"/v1/conversations/{response['conversation']['id']}"
+        exported = server.request("GET", f"{address}/export")[2]
+        assert server.request("DELETE", address)[0] == 200
+        (imported,) = server.request("POST", "/v1/conversations/import", exported)[2]["data"]
+        assert imported["status"] == "created" and imported["token_exact"]
 
 
 def ask_stored(server: ScriptedServer, response_id: str) -> dict[str, Any]:
@@ -157,7 +174,47 @@ def test_truncated_reply_keeps_its_reasoning_and_calls(start: Start, num_tokens:
     response = ask(server, input="Weather?", tools=FLAT, max_output_tokens=num_tokens)
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert response["output"][-1]["status"] == "incomplete" and response["output"][-1]["type"] != "reasoning"
+    last = response["output"][-1]
+    is_whole = last["type"] == "function_call" and last["arguments"] == '{"in": "x"}'
+    assert last["status"] == ("completed" if is_whole else "incomplete") and last["type"] != "reasoning"
+
+
+@pytest.mark.parametrize("cut", ["stop string", "stop token", "end token"])
+@pytest.mark.parametrize("before", ["", f"{CALL}\n"])
+def test_call_that_was_cut_off_is_not_a_finished_call(start: Start, cut: str, before: str) -> None:
+    server = start("hermes")
+    written = f"Look.\n{before}{CALL.replace('x', '7')}"
+    seven = server.tokenizer.encode_after("", "7")[0]
+    cuts: dict[str, dict[str, Any]] = {"stop string": {"stop": ["7"]}, "stop token": {"stop_token_ids": [seven]}}
+    fields = cuts.get(cut, {})
+
+    def say() -> None:
+        (ids,) = server.say(written.partition("7")[0] if cut == "end token" else written)
+        assert ids.count(seven) == (cut != "end token")
+
+    say()
+    choice = ask(server, CHAT, messages=USER, tools=TOOLS, max_tokens=200, **fields)["choices"][0]
+    calls = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "stop" and choice["message"]["content"] == "Look."
+    assert len(calls) == (2 if before else 1)
+    assert calls[-1]["function"]["arguments"] == '{"in": "'
+    say()
+    got = chunks(server, tools=TOOLS, max_tokens=200, **fields)
+    assert got[-1]["choices"][0]["finish_reason"] == "stop"
+    parts = [part for chunk in got for part in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    for number, call in enumerate(calls):
+        streamed = "".join(part["function"]["arguments"] for part in parts if part["index"] == number)
+        assert streamed == call["function"]["arguments"]
+    say()
+    events = events_of(server, tools=FLAT, max_output_tokens=200, **fields)
+    response = events[-1]["response"]
+    statuses = ["completed", "incomplete"] if before else ["incomplete"]
+    assert response["status"] == "completed"
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    for output in (response["output"], done, ask_stored(server, response["id"])["output"]):
+        found = [item for item in output if item["type"] == "function_call"]
+        assert [item["status"] for item in found] == statuses
+        assert [item["status"] for item in output if item["type"] == "message"] == ["completed"]
 
 
 def test_fork_inside_a_call_keeps_the_tokens_before_it(start: Start) -> None:

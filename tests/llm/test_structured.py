@@ -48,6 +48,24 @@ def test_choices_regexes_and_beams(builtin: LLM) -> None:
     assert all(re.fullmatch(regex, candidate.text) for candidate in drawn.outputs)
 
 
+def test_structured_outputs_as_a_dict_are_the_object(builtin: LLM) -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+    assert (
+        SamplingParams(structured_outputs={"json": schema}).structured_outputs  # type: ignore[arg-type]
+        == StructuredOutputs(json=schema)  # type: ignore[arg-type]
+        == StructuredOutputs(json=json.dumps(schema))
+    )
+    params = SamplingParams(structured_outputs={"choice": ["a", "b"]})  # type: ignore[arg-type]
+    (output,) = builtin.generate(["x"], params, use_tqdm=False)
+    assert output.outputs[0].text in ("a", "b")
+    with pytest.raises(
+        InvalidRequestError, match="no field 'choices'; its fields are json, json_object, regex, choice"
+    ):
+        BeamSearchParams(structured_outputs={"choices": ["a"]})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs\.json is not JSON: Object of type set"):
+        BeamSearchParams(structured_outputs={"json": {"enum": {1}}})  # type: ignore[arg-type]
+
+
 def test_generate_invalid_grammar_is_the_error_of_its_output(builtin: LLM) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="(a"))
     (failed,) = builtin.generate(["x"], params, use_tqdm=False)

@@ -13,9 +13,18 @@ from chatcache.conversations.fork_points import TurnRequest
 from chatcache.conversations.prompt import Prompt
 from chatcache.conversations.search import SearchQuery
 from chatcache.conversations.store import ConversationStore, StaleRevisionError, encode_cursor
-from chatcache.conversations.tree import COMPLETED, Conversation, Item, Turn, plan_message_deletion
+from chatcache.conversations.tree import (
+    COMPLETED,
+    Conversation,
+    ConversationBusyError,
+    Item,
+    Turn,
+    plan_message_deletion,
+    plan_response_deletion,
+)
 from chatcache.conversations.turns import PlannedTurn, TurnService
 from chatcache.errors import NotFoundError
+from tests.gateway.serving import tiny_tokenizer
 from tests.transfer.test_importer import tokenizer
 
 Change = Callable[["Plain"], None]
@@ -123,6 +132,66 @@ async def test_complete_keeps_a_leaf_that_is_moved_concurrently(store: Conversat
     tree = await store.load("me", "conv")
     assert head.active_leaf == tree.conversation.active_leaf == "v"
     assert "a" in tree.items and tree.turns["resp"].status == COMPLETED
+
+
+async def two_turns(store: ConversationStore) -> None:
+    """Store u1 - a1 (first) - u2 - a2 (second, on a1), and b2 as another reply to u2 (third, on a1)."""
+    items = (
+        Item("u1", None, "user", "My name is Ada.", response_id="first"),
+        Item("a1", "u1", "assistant", "Hi", (7, 8), "first"),
+        Item("u2", "a1", "user", "What is my name?", response_id="second"),
+        Item("a2", "u2", "assistant", "Ada", (9, 10), "second"),
+        Item("b2", "u2", "assistant", "Ada!", (9, 11), "third"),
+    )
+    turns = (
+        Turn("first", "u1", "m", 1.0, None, (1, 2), status=COMPLETED),
+        Turn("second", "u2", "m", 2.0, "a1", (3, 4), status=COMPLETED),
+        Turn("third", "u2", "m", 3.0, "a1", (3, 4), status=COMPLETED),
+    )
+    await store.merge(Conversation("conv", "me", 1.0, 1.0, active_leaf="a2"), items, turns)
+
+
+AGAIN = TurnRequest("me", "m", previous_item_id="u2")
+NEXT = TurnRequest("me", "m", ({"role": "user", "content": "Hi"},), previous_response_id="second")
+CONTINUED = TurnRequest("me", "m", previous_item_id="a2", fork_at=1)
+CUT = TurnRequest("me", "m", ({"role": "user", "content": "Hi"},), previous_item_id="a2", fork_at=1)
+
+
+@pytest.mark.parametrize("gone", ["u1", "a1", "u2"])
+@pytest.mark.parametrize("request_", [AGAIN, NEXT, CONTINUED, CUT], ids=["again", "next", "continued", "cut"])
+async def test_open_after_a_message_of_the_prompt_was_deleted_stores_nothing(
+    store: ConversationStore, request_: TurnRequest, gone: str
+) -> None:
+    await two_turns(store)
+    planned = await TurnService(store, tiny_tokenizer()).plan(request_)
+    await store.delete_messages("me", "conv", plan_message_deletion(await store.load("me", "conv"), gone))
+    before = await store.load("me", "conv")
+    with pytest.raises(ConversationBusyError):
+        await TurnService(store, tiny_tokenizer()).open(planned)
+    after = await store.load("me", "conv")
+    assert (after.conversation, after.items, after.turns) == (before.conversation, before.items, before.turns)
+
+
+async def test_open_after_the_response_of_a_cut_reply_was_deleted_stores_nothing(store: ConversationStore) -> None:
+    """The prefix of the reply would belong to a response that does not exist: `u2` stays because of `b2`."""
+    await two_turns(store)
+    planned = await TurnService(store, tiny_tokenizer()).plan(CUT)
+    await store.delete_messages("me", "conv", plan_response_deletion(await store.load("me", "conv"), "second"))
+    assert {"u2", "b2"} <= (await store.load("me", "conv")).items.keys()
+    with pytest.raises(ConversationBusyError):
+        await TurnService(store, tiny_tokenizer()).open(planned)
+
+
+@pytest.mark.parametrize("request_", [AGAIN, NEXT, CONTINUED, CUT], ids=["again", "next", "continued", "cut"])
+async def test_open_after_the_deletion_of_another_branch_stores_the_turn(
+    store: ConversationStore, request_: TurnRequest
+) -> None:
+    await two_turns(store)
+    planned = await TurnService(store, tiny_tokenizer()).plan(request_)
+    await store.delete_messages("me", "conv", plan_message_deletion(await store.load("me", "conv"), "b2"))
+    await TurnService(store, tiny_tokenizer()).open(planned)
+    tree = await store.load("me", "conv")
+    assert tree.turns[planned.turn.id].base_item_id in tree.items
 
 
 async def test_delete_during_writes_leaves_nothing(store: ConversationStore) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from chatcache.conversations.search import SearchQuery
 from chatcache.conversations.store import (
+    Claim,
     ConversationStore,
     MergeResult,
     OwnerAssignment,
@@ -18,7 +19,9 @@ from chatcache.conversations.store import (
 )
 from chatcache.conversations.tree import (
     COMPLETED,
+    SHARE_KEY,
     Conversation,
+    ConversationBusyError,
     ConversationTree,
     Item,
     Turn,
@@ -334,6 +337,14 @@ async def test_delete_messages_moves_the_active_leaf_to_the_parent(store: Conver
     assert not (await store.load("me", "conv_1")).items
 
 
+async def test_delete_messages_of_a_shared_leaf_keeps_the_link_to_the_rest(store: ConversationStore) -> None:
+    await grow(store)
+    await store.update("me", "conv_1", metadata={"k": "v", SHARE_KEY: "d digest"})
+    for item, metadata in (("e", "d digest"), ("d", "c digest"), ("a", "c digest"), ("c", "b digest")):
+        assert (await take_out(store, item)).metadata == {"k": "v", SHARE_KEY: metadata}
+    assert (await take_out(store, "b")).metadata == (await store.get("me", "conv_1")).metadata == {"k": "v"}
+
+
 async def test_delete_messages_with_a_stale_rev_changes_nothing(store: ConversationStore) -> None:
     tree = await grow(store)
     edit = plan_message_deletion(tree, "d")
@@ -343,6 +354,25 @@ async def test_delete_messages_with_a_stale_rev_changes_nothing(store: Conversat
             await store.delete_messages(owner, "conv_1", edit, expected_rev=tree.conversation.rev)
     after = await store.load("me", "conv_1")
     assert (after.conversation, after.items, after.turns) == (before, tree.items, tree.turns)
+
+
+async def test_append_that_depends_on_a_deleted_member_stores_nothing(store: ConversationStore) -> None:
+    await grow(store)
+    await create(store, "conv_2")
+    await store.append("me", "conv_2", [Item("elsewhere", None, "user", "six")])
+    await take_out(store, "d")
+    before = await store.load("me", "conv_1")
+    question, turn = Item("f", "e", "user", "seven", response_id="resp_3"), Turn("resp_3", "f", "m", 3.0, "b", (4,))
+    for gone in ("d", "resp_x", "elsewhere", "conv_1"):
+        claim = Claim("key", "digest", "resp_3")
+        with pytest.raises(ConversationBusyError):
+            await store.append("me", "conv_1", [question], turn, claim=claim, depends_on=["a", "b", "e", gone])
+        assert await store.find_claim("me", "key") is None
+    after = await store.load("me", "conv_1")
+    assert (after.conversation, after.items, after.turns) == (before.conversation, before.items, before.turns)
+    head = await store.append("me", "conv_1", [question], turn, depends_on=["a", "b", "e", "resp_1", "resp_2"])
+    assert head.rev == before.conversation.rev + 1
+    assert "resp_3" in (await store.load("me", "conv_1")).turns
 
 
 async def test_merge_adds_missing_members_once(store: ConversationStore) -> None:

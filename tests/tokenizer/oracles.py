@@ -192,6 +192,8 @@ def _hermes_call(text: str, at: int) -> Found:
     call, at = _object_at(text, at)
     behind = skip(text, at)
     end = behind + len("</tool_call>") if text.startswith("</tool_call>", behind) else at
+    if "</tool_call>".startswith(text[behind:]):
+        end = len(text)
     return Found([call], end, end)
 
 
@@ -257,4 +259,9 @@ def reasoning(text: str, inside: bool) -> tuple[str, str]:
     else:
         return "", text
     thought, closed, rest = body.partition("</think>")
-    return (thought.strip(SPACE), rest.lstrip(SPACE)) if closed else (thought.lstrip(SPACE), "")
+    if closed:
+        return thought.strip(SPACE), rest.lstrip(SPACE)
+    for length in range(len("</think>") - 1, 0, -1):
+        if thought.endswith("</think>"[:length]):
+            return thought[:-length].strip(SPACE), ""
+    return thought.lstrip(SPACE), ""

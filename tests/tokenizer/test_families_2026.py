@@ -309,7 +309,7 @@ def test_300_broken_replies_are_read_alike_at_every_split_point(name: str) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_replies_that_are_cut_off_keep_their_calls_so_far(name: str) -> None:
+def test_replies_that_are_cut_off_keep_their_calls_so_far_and_no_half_marker(name: str) -> None:
     drawn = sample(name, random.Random(f"cut {name}"))
     form = detect_format(tokenizer_of(name))
     for length in range(len(drawn.reply)):
@@ -317,6 +317,11 @@ def test_replies_that_are_cut_off_keep_their_calls_so_far(name: str) -> None:
         parts = [parser.push(drawn.reply[:length]), parser.finish()]
         names = [call.name for part in parts for call in part.calls if call.name]
         assert names == [call for call, _ in drawn.calls][: len(names)]
+        if names and not parser.has_open_call:
+            last = [call.arguments for part in parts for call in part.calls if call.number == len(names) - 1]
+            assert json.loads("".join(last)) == drawn.calls[len(names) - 1][1]
+        if len(names) == len(drawn.calls):
+            assert "".join(part.text for part in parts).strip() == drawn.message["content"], drawn.reply[:length]
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,18 @@ def test_a_bad_folder_names_the_file(tmp_path: Path, file: str, content: str | N
     assert file in caught.value.message
 
 
+def test_given_template_replaces_that_of_the_folder(tmp_path: Path) -> None:
+    folder, own = write_folder(tmp_path / "model", template="config"), tmp_path / "own.jinja"
+    own.write_text("own {{ messages[0].content }}")
+    assert read_tokenizer(folder, own).render([USER]) == f"own {USER['content']}"
+    own.write_text("{% if %}")
+    with pytest.raises(ModelFolderError, match=r"own\.jinja.*line 1"):
+        read_tokenizer(folder, own)
+    own.unlink()
+    with pytest.raises(ModelFolderError, match=r"own\.jinja: not readable"):
+        read_tokenizer(folder, own)
+
+
 def test_template_sources_in_order(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, template="config")
     (folder / "chat_template.json").write_text('{"chat_template": "processor"}')

@@ -63,6 +63,17 @@ def test_calls_are_held_to_their_schemas(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_arguments_and_answers_have_the_listed_keys_only(name: str) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    for more, expected in (({}, "refused"), ({"additionalProperties": True}, "whole")):
+        text = json.dumps({**schema, **more})
+        held = ToolChoice((CallableFunction("f", text),))
+        assert accepted(name, held, ONE[name] % ("f", '{"n": 1}')) == "whole"
+        assert accepted(name, held, ONE[name] % ("f", '{"n": 1, "m": 2}')) == expected
+        assert accepted(name, ToolChoice((), answer=text), '{"n": 1, "m": 2}') == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_text_stands_where_no_call_is_required(name: str) -> None:
     assert accepted(name, HELD, "Hello [TOOL] <tool_ca {}") == "whole"
     assert accepted(name, HELD, "") == "whole"

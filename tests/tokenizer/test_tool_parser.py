@@ -114,6 +114,8 @@ def test_the_name_comes_as_soon_as_it_is_complete_and_arguments_as_they_come() -
         ("hermes", '<tool_call>{"name": "', ('<tool_call>{"name": "', [])),
         ("hermes", "<tool_call>no</tool_call>", ("<tool_call>no</tool_call>", [])),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", [Call("f", "{}")])),
+        ("hermes", '<tool_call>{"name": "f"}\n<', ("", [Call("f", "{}")])),
+        ("hermes", 'Hm <tool_call>{"name": "f"}\n</tool_call', ("Hm", [Call("f", "{}")])),
         ("llama3", '{"name": "Bob", "age": 3}', ('{"name": "Bob", "age": 3}', [])),
         ("llama3", '<|python_tag|>{"name": "Bob", "parameters": 3}', ("", [Call("Bob", "3")])),
         ("llama3", 'So {"name": "f"}', ('So {"name": "f"}', [])),
@@ -124,6 +126,25 @@ def test_the_name_comes_as_soon_as_it_is_complete_and_arguments_as_they_come() -
 )
 def test_what_is_cut_off_or_no_call(name: str, text: str, expected: tuple[str, list[Call]]) -> None:
     assert parse(FORMATS[name][0], [text]) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> so'),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}'),
+        ("llama3", '{"name": "f", "parameters": {"a": 1}} ; '),
+    ],
+)
+def test_call_is_open_from_its_name_to_the_end_of_its_object(name: str, whole: str) -> None:
+    opened = whole.index('f"') + 2 if '"f"' in whole else whole.index("{")
+    closed = whole.rindex("}") + 1
+    for length in range(len(whole) + 1):
+        parser = ToolCallParser(FORMATS[name][0], FUNCTIONS)
+        calls = joined([parser.push(whole[:length]), parser.finish()])[1]
+        assert parser.has_open_call is (bool(calls) and length < closed)
+        assert bool(calls) is (length >= opened)
 
 
 def test_plain_text_is_held_back_no_longer_than_it_must() -> None:
@@ -144,6 +165,12 @@ def test_reasoning_is_what_the_whole_text_holds(text: str, places: list[int], in
             "".join(part.reasoning for part in parts),
             "".join(part.text for part in parts),
         ) == oracle.reasoning(text, inside)
+
+
+@pytest.mark.parametrize("text", ["so", "so <", "so\n</think"])
+def test_reasoning_does_not_end_with_a_part_of_its_closing_marker(text: str) -> None:
+    parser = ReasoningParser(begins_inside=True)
+    assert parser.push(text).reasoning + parser.finish().reasoning == "so"
 
 
 def test_what_is_thought_comes_as_it_is_thought() -> None:

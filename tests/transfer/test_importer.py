@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 
 from chatcache.auth import new_key
+from chatcache.conversations.fork_points import TurnRequest
+from chatcache.conversations.prompt import Message
 from chatcache.conversations.store import ConversationStore
 from chatcache.conversations.tree import (
     COMPLETED,
@@ -22,13 +24,19 @@ from chatcache.conversations.tree import (
     INCOMPLETE,
     ConversationTree,
     Item,
+    new_id,
 )
+from chatcache.conversations.turns import TurnService
 from chatcache.errors import InvalidRequestError
 from chatcache.storage.sqlite import SqliteStore
+from chatcache.tokenizer.chat_template import ChatTemplate
+from chatcache.tokenizer.reply_format import ReplyFormat
 from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.transfer import token_check
 from chatcache.transfer.draft import Draft
 from chatcache.transfer.format import ExportWriter
 from chatcache.transfer.importer import import_draft, read_draft
+from chatcache.transfer.token_check import TokenCheck
 from tests.support.conversation_trees import GeneratedTree, trees
 from tests.support.generated_stores import full_tree
 from tests.tokenizer.tokenizers import backend_of
@@ -235,6 +243,20 @@ def test_read_draft_of_other_data_is_refused(data: bytes) -> None:
         read_draft(data, "me", tokenizer())
 
 
+@pytest.mark.parametrize(
+    ("escaped", "text"),
+    [
+        (rb"a\ud800", "a\ufffd"),
+        (rb"\uDC00\ud83d\ud83d\ude00 \n", "\ufffd\ufffd\U0001f600"),
+        (rb"\\ud800 \ud800", "\\ud800 \ufffd"),
+    ],
+)
+def test_read_draft_replaces_surrogates_without_their_pair(escaped: bytes, text: str) -> None:
+    node = b'{"message":{"author":{"role":"user"},"content":{"content_type":"text","parts":["%s"]}}}' % escaped
+    draft = read_draft(b'{"mapping":{"a":%s}}' % node, "me", tokenizer())
+    assert draft is not None and [item.text for item in draft.items] == [text]
+
+
 def test_read_draft_accepts_items_in_any_order() -> None:
     file = json.loads(export(full_tree()))
     file["items"].reverse()
@@ -325,3 +347,157 @@ async def test_import_of_a_whole_store_export_drops_owners_keys_and_tokens(store
 
 def test_read_draft_ignores_the_checksum_of_an_edited_export() -> None:
     assert draft_of(changed("items.0.text", "edited")).items[0].text == "edited"
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@cache
+def chatting() -> Tokenizer:
+    return Tokenizer(backend_of("bytelevel"), template=ChatTemplate(TEMPLATE, origin="test", variables={}))
+
+
+async def answer(turns: TurnService, text: str, reply: str, **position: str | None) -> str:
+    """Store a turn whose reply has tokens, one per character, and return the id of the conversation."""
+    planned = await turns.plan(TurnRequest("me", "m", (Message(role="user", content=text),), **position))  # type: ignore[arg-type]
+    conversation = await turns.open(planned)
+    assert conversation is not None
+    ids = tuple(token for char in reply for token in chatting().encode(char))
+    item = Item(new_id("msg"), planned.turn.parent_id, "assistant", reply, ids, planned.turn.id, finish_reason="stop")
+    await turns.complete(conversation, planned, (item,), COMPLETED, None)
+    return conversation.id
+
+
+async def three_turns(turns: TurnService) -> Any:
+    """Return the export of a conversation; the prompt of the last turn contains the other turns as text."""
+    conversation = await answer(turns, "I am Ada", "Hi Ada")
+    await answer(turns, "Who am I?", "Ada", conversation_id=conversation)
+    await answer(turns, "And now?", "Ada", conversation_id=conversation, instructions="Be kind")
+    return json.loads(export(await turns.store.load("me", conversation)))
+
+
+async def import_checked(turns: TurnService, file: object, owner: str) -> tuple[bool, ConversationTree]:
+    check = TokenCheck(turns, chatting(), ReplyFormat())
+    imported = await import_draft(turns.store, draft_of(json.dumps(file).encode(), owner), check)
+    return imported.is_exact, await turns.store.load(owner, imported.conversation.id)
+
+
+def exact_replies(tree: ConversationTree) -> list[bool]:
+    replies = [item for item in tree.items.values() if item.role == "assistant"]
+    assert all(bool(item.token_ids) == bool(tree.token_sequence(item)) for item in replies)
+    return [bool(item.token_ids) for item in replies]
+
+
+async def check_prompts(turns: TurnService, tree: ConversationTree) -> None:
+    """Check that what continues or forks a reply has exactly the text of the messages in its prompt."""
+    for reply in [item for item in tree.items.values() if item.role == "assistant"]:
+        request = TurnRequest("you", "m", (Message(role="user", content="So?"),), previous_item_id=reply.id)
+        planned = await turns.plan(request)
+        shown = chatting().render(planned.messages, add_generation_prompt=True)
+        assert chatting().decode(planned.prompt.token_ids, skip_special_tokens=False) == shown
+        if reply.token_ids:
+            prompt = await turns.prompt_up_to(tree, reply, len(reply.token_ids))
+            written = chatting().decode(prompt.token_ids, skip_special_tokens=False)
+            assert written == prompt.text + reply.text
+
+
+async def test_checked_import_of_an_export_keeps_all_tokens(store: ConversationStore) -> None:
+    turns = TurnService(store, chatting())
+    file = await three_turns(turns)
+    is_exact, copy = await import_checked(turns, file, "you")
+    source = await store.load("me", file["conversation"]["id"])
+    assert is_exact and exact_replies(copy) == [True, True, True]
+    assert [turn.base_item_id is not None for turn in copy.turns.values()] == [False, True, False]
+    assert list(map(copy.token_sequence, copy.items.values())) == list(
+        map(source.token_sequence, source.items.values())
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "exact"),
+    [
+        ("items.0.text", "I am Bob", [False, False, False]),
+        ("items.1.text", "Hi Bob", [False, False, False]),
+        ("items.1.parts", {"raw": "Hi Bob"}, [False, False, True]),
+        ("items.1.parts", {"reasoning": "Bob?", "raw": "Hi Ada"}, [False, False, True]),
+        ("items.2.text", "And I?", [True, False, False]),
+        ("items.1.token_ids", [], [False, False, True]),
+        ("items.3.text", "Bob", [True, False, False]),
+        ("items.3.token_ids", [5, 6], [True, False, True]),
+        ("items.5.text", "Bob", [True, True, False]),
+        ("items.5.token_ids", chatting().encode_rendered("Ada<|im_start|>"), [True, True, False]),
+        ("turns.0.prompt_ids", chatting().encode("I am Bob"), [False, False, True]),
+        ("turns.0.instructions", "Be rude", [False, False, True]),
+        ("turns.1.prompt_ids", [5], [True, False, True]),
+        ("turns.1.base_item_id", None, [True, False, True]),
+        ("turns.1.echo", {"tools": [{"name": "f"}]}, [True, True, True]),
+        ("turns.2.instructions", "Be rude", [True, True, False]),
+    ],
+)
+async def test_checked_import_of_an_edited_export_has_the_tokens_of_its_text(
+    store: ConversationStore, place: str, value: object, exact: list[bool]
+) -> None:
+    """No reply continues from tokens of another text than the messages show."""
+    turns = TurnService(store, chatting())
+    file = await three_turns(turns)
+    part, at, name = place.split(".")
+    file[part][int(at)][name] = value
+    is_exact, copy = await import_checked(turns, file, "you")
+    assert exact_replies(copy) == exact and is_exact == all(exact)
+    await check_prompts(turns, copy)
+
+
+async def test_checked_import_compares_new_replies_with_the_messages_that_are_stored(store: ConversationStore) -> None:
+    turns = TurnService(store, chatting())
+    file = await three_turns(turns)
+    edited = {**file, "items": file["items"][:2], "turns": file["turns"][:1]}
+    edited["items"] = [{**file["items"][0], "text": "I am Bob"}, file["items"][1]]
+    edited["conversation"] = {**file["conversation"], "active_leaf": file["items"][1]["id"]}
+    assert exact_replies((await import_checked(turns, edited, "you"))[1]) == [False]
+    is_exact, copy = await import_checked(turns, file, "you")
+    assert not is_exact and exact_replies(copy) == [False, False, False]
+    assert next(iter(copy.items.values())).text == "I am Bob"
+    await check_prompts(turns, copy)
+
+
+async def test_checked_import_of_another_candidate_has_the_tokens_of_its_text(store: ConversationStore) -> None:
+    """The response is stored already, and so are its prompt and its first candidate."""
+    turns = TurnService(store, chatting())
+    file = await three_turns(turns)
+    await import_checked(turns, file, "you")
+    for text, is_exact in (("Hi Ada", True), ("Hi Bob", False)):
+        file["items"].append({**file["items"][1], "id": f"msg {text}", "index": 1, "text": text})
+        imported, copy = await import_checked(turns, file, "you")
+        assert imported == is_exact and exact_replies(copy)[3:] == [True, False][: len(copy.items) - 6]
+        await check_prompts(turns, copy)
+
+
+async def test_checked_import_of_a_response_of_stored_replies_has_no_tokens(store: ConversationStore) -> None:
+    turns = TurnService(store, chatting())
+    file = await three_turns(turns)
+    await import_checked(turns, {**file, "turns": []}, "you")
+    is_exact, copy = await import_checked(turns, file, "you")
+    assert not is_exact and exact_replies(copy) == [False, False, False] and len(copy.turns) == 3
+    await check_prompts(turns, copy)
+
+
+async def test_work_of_a_checked_import_is_bounded(store: ConversationStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_check, "_MAX_CHECKED_CHARS", 400)
+    turns = TurnService(store, chatting())
+    file = await three_turns(turns)
+    check = TokenCheck(turns, chatting(), ReplyFormat())
+    for owner, exact in (("you", [True, True, False]), ("them", [False, False, False])):  # the bound is that of both
+        imported = await import_draft(store, draft_of(json.dumps(file).encode(), owner), check)
+        copy = await store.load(owner, imported.conversation.id)
+        assert not imported.is_exact and exact_replies(copy) == exact
+
+
+async def test_work_of_a_checked_import_counts_tokens(store: ConversationStore) -> None:
+    turns, check = TurnService(store, chatting()), TokenCheck(TurnService(store, chatting()), chatting(), ReplyFormat())
+    file = await three_turns(turns)
+    file["items"][1]["token_ids"] *= 1000
+    await import_draft(store, draft_of(json.dumps(file).encode(), "you"), check)
+    assert check.num_chars > 4 * len(file["items"][1]["token_ids"])

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from chatcache.conversations.tree import ReplyParts
-from chatcache.types.events import Beams, StartReport, TokenLogprob
+from chatcache.types.events import FINISH_STOP, Beams, StartReport, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,11 @@ class ReplyDone:
     score: float = 0.0
     parts: ReplyParts = field(default_factory=ReplyParts)
     num_pages_freed: int | None = None
+
+    @property
+    def ends_in_calls(self) -> bool:
+        """Whether the candidate ended with calls to execute: none of them was cut off."""
+        return self.finish_reason == FINISH_STOP and bool(self.parts.tool_calls) and not self.parts.is_call_cut
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,8 @@ class CandidateParser:
         if self._parser is None:
             return ReplyParts()
         reasoning, calls = "".join(self._reasoning), self.calls
-        return ReplyParts(reasoning, calls, raw if reasoning or calls or raw != self.text else "")
+        kept = raw if reasoning or calls or raw != self.text else ""
+        return ReplyParts(reasoning, calls, kept, is_call_cut=self._parser.has_open_call)
 
     def push(self, text: str) -> ParsedDelta:
         if self._parser is None:
@@ -157,9 +158,9 @@ class CandidateParser:
         clone._arguments = [pieces.copy() for pieces in self._arguments]
         return clone
 
-    def finish(self) -> ParsedDelta:
-        """Return the output that was held back."""
-        return self._record(self._parser.finish()) if self._parser is not None else ParsedDelta()
+    def finish(self, end: str = "") -> ParsedDelta:
+        """Return the output that was held back. `end`: the text of the token that ended the candidate, if one did."""
+        return self._record(self._parser.finish(end)) if self._parser is not None else ParsedDelta()
 
     def _record(self, parsed: ParsedText) -> ParsedDelta:
         self._texts.append(parsed.text)

@@ -179,7 +179,8 @@ class Candidate:
         """End the candidate and emit held-back text. `event` is None when the request was cancelled."""
         self.done = True
         self.dropped = event is not None and event.finish_reason == FINISH_CANCELLED
-        rest = self._pending.merge(self._parser.push(self._stream.finish()).merge(self._parser.finish()))
+        end = self._tokenizer.decode(self._ids[-1:], skip_special_tokens=False) if self._ended_by_token else ""
+        rest = self._pending.merge(self._parser.push(self._stream.finish()).merge(self._parser.finish(end)))
         self._pending = ParsedDelta()
         done = ReplyDone(
             index=self.index,

@@ -37,6 +37,7 @@ import numpy as np
 
 from chatcache.decoding.grammar import sandbox_process as constraint_child
 from chatcache.errors import EngineError, InvalidRequestError
+from chatcache.types.json_schema import close_objects
 from chatcache.types.plan import U32
 from chatcache.types.request import StructuredOutputs
 from chatcache.types.stats import ModelInfo
@@ -229,7 +230,7 @@ def check_structured_outputs(outputs: object) -> None:
     """Check types and sizes. Raises: InvalidRequestError with the field and the limit."""
     if not isinstance(outputs, StructuredOutputs):
         raise InvalidRequestError(
-            f"{PARAM} must be a chatcache.StructuredOutputs, got {type(outputs).__name__}", param=PARAM
+            f"{PARAM} must be a chatcache.StructuredOutputs or a dict, got {type(outputs).__name__}", param=PARAM
         )
     if not isinstance(outputs.json_object, bool):
         raise InvalidRequestError(f"{PARAM}.json_object must be true or false", param=PARAM)
@@ -307,6 +308,7 @@ def _num_bytes(name: str, text: str) -> int:
 def _schema_symbol(text: str) -> str:
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
+        close_objects(schema)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{PARAM}.json is not JSON: {error!s:.200}", param=PARAM) from None
     if isinstance(schema, bool):

@@ -601,7 +601,7 @@ def _stop(done: ReplyDone) -> StopDelta:
     """Convert the end of a candidate to Anthropic's stop reason."""
     if done.finish_reason != FINISH_STOP:
         return StopDelta("max_tokens", None)
-    if done.parts.tool_calls:
+    if done.ends_in_calls:
         return StopDelta("tool_use", None)
     if isinstance(done.stop_reason, str):
         return StopDelta("stop_sequence", done.stop_reason)

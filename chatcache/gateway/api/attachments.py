@@ -39,7 +39,7 @@ async def read_attachment(request: Request) -> Response:
     file = await _file_text(gateway, owner, name, data)
     gateway.prompt_limits.check(len(file.block))
     async with gateway.tokenize_throttle.acquire(owner, len(file.block)):
-        num_tokens = len(await asyncio.to_thread(model.tokenizer.encode, file.block, add_special_tokens=False))
+        num_tokens = len(await asyncio.to_thread(model.tokenizer.encode_message, file.block))
     return json_response(
         Attachment("attachment", file.name, len(data), file.num_pages, len(file.text), num_tokens, file.block)
     )

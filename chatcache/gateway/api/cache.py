@@ -16,6 +16,7 @@ from chatcache.conversations.offsets import message_token_offsets
 from chatcache.conversations.prompt import Function, Message, Prompt, template_variables
 from chatcache.errors import InvalidRequestError, NotFoundError
 from chatcache.gateway.api.attachments import replace_files
+from chatcache.gateway.api.compaction import with_question
 from chatcache.gateway.api.conversations import store_of
 from chatcache.gateway.api.messages import input_messages, to_messages
 from chatcache.gateway.api.params import check_tokens, conversation_id, parse_tool_choice
@@ -25,6 +26,7 @@ from chatcache.gateway.context import Model, gateway_of
 from chatcache.gateway.errors import json_response
 from chatcache.gateway.metrics import page_states, state_counts
 from chatcache.gateway.middleware import read_json
+from chatcache.gateway.responses.create import resolve_references
 from chatcache.gateway.responses.objects import TEMPLATE_CHANGED, miss_cause
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import ExplainFields, ThinkingFields, WarmthFields
@@ -62,9 +64,8 @@ async def explain(request: Request) -> Response:
     if fields.messages is not None:
         given = await replace_files(gateway, principal.owner, fields.messages, "messages")
         fields = msgspec.structs.replace(fields, messages=given)
-    if isinstance(fields.input, list):
-        given = await replace_files(gateway, principal.owner, fields.input, "input")
-        fields = msgspec.structs.replace(fields, input=given)
+    resolved = await resolve_references(gateway, principal.owner, with_question(fields.input))
+    fields = msgspec.structs.replace(fields, input=resolved)
     ends = None
     async with gateway.tokenize_throttle.acquire(principal.owner, len(await request.body())):
         messages, prompt = await _prompt(fields, model, principal, gateway.model_name, functions, thinking)

@@ -64,7 +64,6 @@ from chatcache.gateway.schemas.completions import (
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import ChatFields, CompletionBase, SamplingFields, ThinkingFields
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.types.events import FINISH_STOP
 from chatcache.types.request import GenerateRequest, Params
 
 
@@ -337,10 +336,8 @@ class ChatCompletionWriter(ChunkWriter[ChatChunkChoice]):
 
 
 def finish_reason(done: ReplyDone) -> FinishReason:
-    """Convert to OpenAI's finish reason: a reply that stopped after tool calls has `tool_calls`."""
-    if done.parts.tool_calls and done.finish_reason == FINISH_STOP:
-        return "tool_calls"
-    return cast(FinishReason, done.finish_reason)
+    """Convert to OpenAI's finish reason: a reply that stopped after whole tool calls has `tool_calls`."""
+    return "tool_calls" if done.ends_in_calls else cast(FinishReason, done.finish_reason)
 
 
 def _delta(event: ReplyDelta) -> ChatDelta | None:

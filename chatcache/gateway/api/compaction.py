@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from typing import TypeGuard
 
 import msgspec
 
@@ -29,7 +30,16 @@ _PREFIX = "chatcache."
 
 def is_compaction(fields: ResponseFields) -> bool:
     """Check whether the input ends with a trigger."""
-    return isinstance(fields.input, list) and bool(fields.input) and fields.input[-1].type == TRIGGER
+    return _has_trigger(fields.input)
+
+
+def _has_trigger(given: str | list[MessageFields] | None) -> TypeGuard[list[MessageFields]]:
+    return isinstance(given, list) and bool(given) and given[-1].type == TRIGGER
+
+
+def with_question(given: str | list[MessageFields] | None) -> str | list[MessageFields] | None:
+    """Replace the trigger at the end of an input, if it has one, by the question for a summary."""
+    return [*given[:-1], MessageFields(role="user", content=QUESTION)] if _has_trigger(given) else given
 
 
 def to_summary_request(fields: ResponseFields) -> ResponseFields:
@@ -37,10 +47,9 @@ def to_summary_request(fields: ResponseFields) -> ResponseFields:
 
     The tools stay in the prompt, whose pages are reused, but none is called. Nothing is stored.
     """
-    given = fields.input if isinstance(fields.input, list) else []
     return msgspec.structs.replace(
         fields,
-        input=[*given[:-1], MessageFields(role="user", content=QUESTION)],
+        input=with_question(fields.input),
         tool_choice="none" if fields.tools else None,
         store=False,
         background=None,

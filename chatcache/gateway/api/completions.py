@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import cast
 
 from starlette.requests import Request
@@ -44,7 +44,6 @@ from chatcache.gateway.schemas.completions import Completion, CompletionChoice, 
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.types.events import TokenLogprob
 from chatcache.types.request import MAX_N, MAX_PROMPT_LOGPROBS, GenerateRequest, Params
 
 _DEFAULT_MAX_TOKENS = 16
@@ -65,7 +64,8 @@ async def completions(request: Request) -> Response:
     params = clamp_max_tokens(params, 0, max_model_len, _num_prompts(fields.prompt))
     work = request_cost(params, _num_chars(fields.prompt), _num_prompts(fields.prompt))
     async with gateway.admission.acquire(principal, work) as permit:
-        prompts = await _tokenize_prompts(fields, model.service)
+        given = _prompts(fields)
+        prompts = await _tokenize_prompts(given, model.service)
         width = num_candidates(params)
         _check_width(len(prompts), width, sampling)
         # `echo` with `logprobs` is the engine's `prompt_logprobs`.
@@ -74,7 +74,9 @@ async def completions(request: Request) -> Response:
             _check_prompt_logprobs(prompts, width, route_params.prompt_logprobs)
         priority = gateway.priority(base.priority)
         completion_id = new_id("cmpl", "-")
-        writer = _writer(base, fields, params, prompts, CompletionHead.of(gateway, completion_id), model.tokenizer)
+        echo = _echo(given, prompts, model.tokenizer) if fields.echo else [None] * len(prompts)
+        head = CompletionHead.of(gateway, completion_id)
+        writer = _writer(base, fields, params, prompts, echo, head, model.tokenizer)
         requests = [
             GenerateRequest(
                 request_id=f"{completion_id}-{at}",
@@ -109,15 +111,16 @@ def _writer(
     fields: CompletionFields,
     params: Params,
     prompts: Sequence[tuple[int, ...]],
+    echo: Sequence[str | None],
     head: CompletionHead,
     tokenizer: Tokenizer,
 ) -> CompletionWriter:
-    echo = [tokenizer.decode(prompt) if fields.echo else "" for prompt in prompts]
     return CompletionWriter(
         head,
         tokenizer,
         prompts,
         [text for text in echo for _ in range(num_candidates(params))],
+        hidden_ids=tokenizer.special_ids if params.skip_special_tokens else frozenset(),
         num_logprobs=fields.logprobs,
         num_prompt_logprobs=base.prompt_logprobs,
         with_scores=is_ranked(params),
@@ -176,8 +179,8 @@ def _num_prompts(prompt: Sequence[object]) -> int:
     return len(prompt) if not isinstance(prompt, str) and prompt and isinstance(prompt[0], (str, list)) else 1
 
 
-async def _tokenize_prompts(fields: CompletionFields, service: ChatService) -> list[tuple[int, ...]]:
-    """Tokenize the prompts. Raises: InvalidRequestError."""
+def _prompts(fields: CompletionFields) -> list[str | list[int]]:
+    """Return the prompts, each as text or token ids. Raises: InvalidRequestError."""
     given = fields.prompt
     kinds = set(map(type, given))
     if isinstance(given, str):
@@ -190,6 +193,21 @@ async def _tokenize_prompts(fields: CompletionFields, service: ChatService) -> l
         entries = cast(list[str | list[int]], given)
     if len(entries) > MAX_PROMPTS:
         raise InvalidRequestError(f"prompt: at most {MAX_PROMPTS} prompts, got {len(entries)}", param="prompt")
+    return entries
+
+
+def _echo(
+    given: Sequence[str | list[int]], prompts: Sequence[tuple[int, ...]], tokenizer: Tokenizer
+) -> list[str | None]:
+    """Return the text of each prompt: as it was given, or that of its tokens."""
+    return [
+        entry if isinstance(entry, str) else tokenizer.decode(ids, skip_special_tokens=False)
+        for entry, ids in zip(given, prompts, strict=True)
+    ]
+
+
+async def _tokenize_prompts(entries: Sequence[str | list[int]], service: ChatService) -> list[tuple[int, ...]]:
+    """Tokenize the prompts. Raises: InvalidRequestError."""
     prompts: list[tuple[int, ...]] = []
     for entry in entries:
         if isinstance(entry, str):
@@ -224,8 +242,9 @@ async def _submit_all(service: ChatService, requests: Sequence[GenerateRequest],
 class CompletionWriter(ChunkWriter[CompletionChoice]):
     """Converts the events of the merged replies to the body or the chunks of one completion.
 
-    Choices are numbered prompt by prompt. `echo`: the text before each choice's own. `num_logprobs`,
-    `num_prompt_logprobs`: how many alternatives of each generated token and each prompt token are returned.
+    Choices are numbered prompt by prompt. `echo`: the prompt before each choice's own text, None to leave it out.
+    `hidden_ids`: generated tokens that are not part of the text. `num_logprobs`, `num_prompt_logprobs`: how many
+    alternatives of each generated token and each prompt token are returned.
     """
 
     def __init__(
@@ -233,8 +252,9 @@ class CompletionWriter(ChunkWriter[CompletionChoice]):
         head: CompletionHead,
         tokenizer: Tokenizer,
         prompts: Sequence[tuple[int, ...]],
-        echo: Sequence[str],
+        echo: Sequence[str | None],
         *,
+        hidden_ids: Collection[int],
         num_logprobs: int | None,
         num_prompt_logprobs: int | None,
         with_scores: bool,
@@ -250,7 +270,7 @@ class CompletionWriter(ChunkWriter[CompletionChoice]):
         self._num_prompt_logprobs = num_prompt_logprobs
         self._with_scores = with_scores
         self._with_token_ids = with_token_ids
-        self._logprobs = [CompletionLogprobsBuilder(tokenizer) for _ in echo]  # for streams
+        self._logprobs = [CompletionLogprobsBuilder(tokenizer, hidden_ids) for _ in echo]
 
     def body(self, reply: CompleteReply) -> Completion:
         return self._completion(
@@ -264,7 +284,10 @@ class CompletionWriter(ChunkWriter[CompletionChoice]):
         return self._completion([], usage)
 
     def first_chunk(self, index: int) -> Completion:
-        return self.chunk(self.text_choice(index, self._echo[index]))
+        choice = self.text_choice(index, self._echo[index] or "")
+        if self._with_token_ids:
+            choice.prompt_token_ids = list(self._prompt_of(index))
+        return self.chunk(choice)
 
     def text_choice(self, index: int, text: str) -> CompletionChoice:
         return CompletionChoice(index, text, None, None)
@@ -274,7 +297,8 @@ class CompletionWriter(ChunkWriter[CompletionChoice]):
             return None
         choice = self.text_choice(event.index, event.text)
         if event.logprobs:
-            choice.logprobs = self._logprobs[event.index].build(event.token_ids, event.logprobs)
+            scored = zip(event.token_ids, event.logprobs, strict=True)
+            choice.logprobs = self._logprobs[event.index].build(scored)
         if self._with_token_ids:
             choice.token_ids = list(event.token_ids)
         return choice
@@ -293,22 +317,26 @@ class CompletionWriter(ChunkWriter[CompletionChoice]):
         head = self._head
         return Completion(head.id, "text_completion", head.created, head.model, head.fingerprint, choices, usage)
 
+    def _prompt_number(self, index: int) -> int:
+        """Return the number of the prompt that a choice continues."""
+        return index * len(self._prompts) // self.num_choices
+
+    def _prompt_of(self, index: int) -> tuple[int, ...]:
+        return self._prompts[self._prompt_number(index)]
+
     def _whole_choice(self, done: ReplyDone, reply: CompleteReply) -> CompletionChoice:
-        at = done.index * len(self._prompts) // self.num_choices
-        prompt, scores = self._prompts[at], reply.prompt_logprobs.get(at, ())
+        prompt, echo = self._prompt_of(done.index), self._echo[done.index]
+        scores = reply.prompt_logprobs.get(self._prompt_number(done.index), ())
         choice = self.final_choice(done, done.token_ids)
-        choice.text = self._echo[done.index] + done.text
+        choice.text = (echo or "") + done.text
+        if self._with_token_ids:
+            choice.prompt_token_ids = list(prompt)
         if self._num_logprobs is not None:
-            ids: list[int] = []
-            logprobs: list[TokenLogprob | None] = []
-            if self._echo[done.index]:
-                ids += prompt
-                logprobs += limit_alternatives(scores, self._num_logprobs)
-            if (packed := reply.logprobs.get(done.index)) is not None:
-                for token, scores_of_token in packed.scored():
-                    ids.append(token)
-                    logprobs.append(scores_of_token)
-            choice.logprobs = preencoded(CompletionLogprobsBuilder(self._tokenizer).build(ids, logprobs))
+            builder = self._logprobs[done.index]
+            if echo is not None:
+                builder.add_prompt(prompt, limit_alternatives(scores, self._num_logprobs), echo)
+            packed = reply.logprobs.get(done.index)
+            choice.logprobs = preencoded(builder.build(packed.scored() if packed is not None else ()))
             reply.turns.end_piece()
         if self._num_prompt_logprobs is not None:
             rows = prompt_logprobs(self._tokenizer, prompt, limit_alternatives(scores, self._num_prompt_logprobs))

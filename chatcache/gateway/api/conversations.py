@@ -7,6 +7,7 @@ clients that support branches name another leaf or request all branches.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -35,6 +36,7 @@ from chatcache.conversations.tree import (
     MessageDeletion,
     Turn,
     Usage,
+    changes_too_often_error,
     new_id,
     plan_message_deletion,
 )
@@ -178,7 +180,7 @@ def store_of(request: Request) -> ConversationStore:
     return gateway_of(request).opened_store()
 
 
-_MAX_EDIT_ATTEMPTS = 5
+MAX_EDIT_ATTEMPTS = 100  # of a change that others overtake
 # Listing this many messages takes about a millisecond; longer conversations are listed in a thread.
 _INLINE_ITEMS = 100
 
@@ -305,19 +307,16 @@ async def edit_conversation(
 
     `edit` plans the deletion. With `expected_rev`, it is applied only to that revision.
 
-    Raises: what `edit` raises, NotFoundError, StaleRevisionError.
+    Raises: what `edit` raises; NotFoundError; StaleRevisionError for another revision than `expected_rev`;
+    ConversationBusyError.
     """
-    num_attempts = 0
-    while True:
+    for _ in range(MAX_EDIT_ATTEMPTS):
         tree = await store.load(owner, conversation_id)
         if expected_rev is not None and tree.conversation.rev != expected_rev:
             raise StaleRevisionError(tree.conversation, expected_rev)
-        try:
+        with contextlib.suppress(StaleRevisionError):
             return await store.delete_messages(owner, conversation_id, edit(tree), expected_rev=tree.conversation.rev)
-        except StaleRevisionError:
-            num_attempts += 1
-            if num_attempts == _MAX_EDIT_ATTEMPTS:
-                raise
+    raise changes_too_often_error()
 
 
 def _encode_items(tree: ConversationTree, page: PageQuery, *, all_branches: bool) -> bytes:

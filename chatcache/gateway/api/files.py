@@ -15,17 +15,16 @@ from chatcache.conversations.tree import ConversationTree, Item
 from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
 from chatcache.gateway.api.conversations import store_of
 from chatcache.gateway.auth.principal import owner_of
-from chatcache.gateway.context import gateway_of
+from chatcache.gateway.context import Gateway, Model, gateway_of
 from chatcache.gateway.errors import UnsupportedMediaTypeError, error_body, json_response
 from chatcache.gateway.json_codec import JsonObjectSplitter
-from chatcache.gateway.middleware import reject_encoding
+from chatcache.gateway.middleware import cancel_on_disconnect, reject_encoding
 from chatcache.gateway.schemas.responses import Import, ImportEntry
-from chatcache.gateway.websocket.notifications import ConversationHub
-from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.transfer.draft import Draft
 from chatcache.transfer.format import ExportWriter, branch_markdown, tree_markdown
 from chatcache.transfer.html import branch_html
 from chatcache.transfer.importer import ImportResult, import_draft, read_draft
+from chatcache.transfer.token_check import TokenCheck
 
 JSON_LINES = "application/x-ndjson"
 MARKDOWN = "text/markdown; charset=utf-8"
@@ -76,8 +75,8 @@ async def import_conversations(request: Request) -> Response:
     _check_media_type(request)
     dry_run = _parse_flag(request, "dry_run")
     gateway = gateway_of(request)
-    tokenizer = (await gateway.require_model(None)).tokenizer
-    importer = Importer(store_of(request), owner_of(request), tokenizer, gateway.hub, dry_run=dry_run)
+    model = await gateway.require_model(None)
+    importer = Importer(store_of(request), owner_of(request), model, gateway, dry_run=dry_run)
     values, buffer = JsonObjectSplitter(), bytearray()
     try:
         async for chunk in request.stream():
@@ -85,7 +84,7 @@ async def import_conversations(request: Request) -> Response:
             if len(buffer) >= _FEED_BYTES:
                 await importer.add(await asyncio.to_thread(values.feed, bytes(buffer)))
                 buffer.clear()
-        await importer.add(await asyncio.to_thread(values.feed, bytes(buffer)))
+        await cancel_on_disconnect(request, importer.add(await asyncio.to_thread(values.feed, bytes(buffer))))
         values.end()
     except InvalidRequestError as error:
         importer.add_failure(error)
@@ -95,13 +94,13 @@ async def import_conversations(request: Request) -> Response:
 class Importer:
     """Imports conversations into a tenant's store and records the results."""
 
-    def __init__(
-        self, store: ConversationStore, owner: str, tokenizer: Tokenizer, hub: ConversationHub, *, dry_run: bool
-    ) -> None:
+    def __init__(self, store: ConversationStore, owner: str, model: Model, gateway: Gateway, *, dry_run: bool) -> None:
         self._store = store
         self._owner = owner
-        self._tokenizer = tokenizer
-        self._hub = hub
+        self._tokenizer = model.tokenizer
+        self._check = TokenCheck(model.conversations, model.tokenizer, model.service.reply_format)
+        self._hub = gateway.hub
+        self._throttle = gateway.tokenize_throttle
         self._dry_run = dry_run
         self._counts: Counter[str] = Counter()
         self._skipped: Counter[str] = Counter()
@@ -115,7 +114,9 @@ class Importer:
             try:
                 draft = await asyncio.to_thread(read_draft, data, self._owner, self._tokenizer)
                 if draft is not None:
-                    self._record_import(draft, await import_draft(self._store, draft, dry_run=self._dry_run))
+                    async with self._throttle.acquire(self._owner, len(data)):
+                        result = await import_draft(self._store, draft, self._check, dry_run=self._dry_run)
+                    self._record_import(draft, result)
             except (InvalidRequestError, NotFoundError) as error:
                 self.add_failure(error)
 
@@ -163,7 +164,7 @@ class Importer:
                 source_id=draft.conversation.id[:128],
                 title=result.conversation.title,
                 num_items=result.num_items,
-                token_exact=draft.is_exact,
+                token_exact=result.is_exact,
                 skipped=dict(draft.skipped),
             )
         )

@@ -41,7 +41,7 @@ from chatcache.gateway.schemas.completions import (
     PromptTokensDetails,
     Usage,
 )
-from chatcache.types.events import TokenLogprob
+from chatcache.types.events import FINISH_CANCELLED, TokenLogprob
 
 # Writing this many log-probabilities takes about a millisecond; longer bodies are encoded in a thread.
 _INLINE_LOGPROBS = 500
@@ -258,12 +258,13 @@ def _encode(serializer: ReplySerializer, reply: CompleteReply) -> bytes:
 async def reply_events(reply: Reply, metrics: Metrics) -> AsyncIterator[ReplyEvent]:
     """Yield a reply's events and record its metrics.
 
-    Raises: ShuttingDownError if the server ended it.
+    Raises: ShuttingDownError if the server ended it, in place of the ends of its candidates.
     """
     async for event in record_reply_metrics(reply, metrics):
         if isinstance(event, ReplyFinished) and event.cancelled:
             raise ShuttingDownError("the server is shutting down and ended this generation; try again in a moment")
-        yield event
+        if not (isinstance(event, ReplyDone) and event.finish_reason == FINISH_CANCELLED):
+            yield event
 
 
 def arguments_object(text: str) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, cast
@@ -23,6 +24,7 @@ _PIECE_ENTRIES = 8
 _JSON_BYTES = 72  # of a token and its log-probability, on average
 
 ScoredToken = tuple[int, TokenLogprob]
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def chat_logprobs(
@@ -206,23 +208,49 @@ def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 class CompletionLogprobsBuilder:
-    """Builds the parallel lists of one choice of /v1/completions, with offsets into its text."""
+    """Builds the parallel lists of one choice of /v1/completions, with offsets into its text.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    `hidden_ids`: generated tokens that are not part of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, hidden_ids: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._hidden_ids = hidden_ids
+        self._built = schemas.CompletionLogprobs([], [], [], [])
+        self._decoder = _utf8_decoder("replace")
         self._offset = 0
 
-    def build(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> schemas.CompletionLogprobs:
-        """Build the lists for the next tokens. The first token of a prompt has None in `logprobs`."""
-        built = schemas.CompletionLogprobs([], [], [], [])
+    def add_prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], text: str) -> None:
+        """Add the prompt, which the choice begins with as `text`. The first token has None in `logprobs`.
+
+        Tokens that the tokenizer has added around the text begin at its ends.
+        """
+        whole = self._tokenizer.decode(ids, skip_special_tokens=False)
+        start = len(whole) - len(text) if whole.endswith(text) else max(0, whole.find(text))
+        end, is_first = 0, True
         for token, entry in zip(ids, logprobs, strict=True):
-            text = token_text(self._tokenizer, token)
-            built.tokens.append(text)
-            built.token_logprobs.append(None if entry is None else max(entry.logprob, MIN_LOGPROB))
-            built.top_logprobs.append(None if entry is None else self._top(entry))
-            built.text_offset.append(self._offset)
-            self._offset += len(text)
+            self._add(token, entry, min(max(0, end - start), len(text)))
+            data = _bytes(self._tokenizer, token)
+            num_hidden = self._tokenizer.leading_space.hidden(data).count(0) if is_first else 0
+            end += len(self._decoder.decode(data)) - num_hidden
+            is_first = is_first and not data
+        self._decoder.reset()
+        self._offset = len(text)
+
+    def build(self, scored: Iterable[ScoredToken]) -> schemas.CompletionLogprobs:
+        """Add generated tokens; return the lists for what was added since the last call."""
+        for token, entry in scored:
+            self._add(token, entry, self._offset)
+            if token not in self._hidden_ids:
+                self._offset += len(self._decoder.decode(_bytes(self._tokenizer, token)))
+        built, self._built = self._built, schemas.CompletionLogprobs([], [], [], [])
         return built
+
+    def _add(self, token: int, entry: TokenLogprob | None, offset: int) -> None:
+        self._built.tokens.append(token_text(self._tokenizer, token))
+        self._built.token_logprobs.append(None if entry is None else max(entry.logprob, MIN_LOGPROB))
+        self._built.top_logprobs.append(None if entry is None else self._top(entry))
+        self._built.text_offset.append(offset)
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         return {token_text(self._tokenizer, token): max(logprob, MIN_LOGPROB) for token, logprob in entry.top}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -30,7 +31,10 @@ def _model(gateway: Gateway) -> Model:
     return Model(
         id=gateway.model_name,
         object="model",
+        type="model",
+        display_name=gateway.model_name,
         created=gateway.started_at,
+        created_at=datetime.fromtimestamp(gateway.started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         owned_by="chatcache",
         root=gateway.model_name,
         parent=None,
@@ -41,14 +45,14 @@ def _model(gateway: Gateway) -> Model:
 async def list_models(request: Request) -> Response:
     gateway = gateway_of(request)
     await gateway.health()
-    # While the model loads, its name may be unknown.
-    return json_response(Models("list", [_model(gateway)] if gateway.model_name else []))
+    name = gateway.model_name or None  # while the model loads, it may be unknown
+    return json_response(Models("list", [_model(gateway)] if name else [], False, name, name))
 
 
 async def get_model(request: Request) -> Response:
     gateway = gateway_of(request)
     await gateway.health()
-    gateway.check_model(request.path_params["id"])
+    gateway.check_model_id(request.path_params["id"])
     return json_response(_model(gateway))
 
 

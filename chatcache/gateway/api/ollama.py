@@ -467,9 +467,10 @@ class OllamaWriter:
 
 
 def _calls(done: ReplyDone) -> list[OllamaCall]:
+    """Convert the calls; one that was cut off is left out, since a client would execute it."""
     return [
         OllamaCall(call.call_id, OllamaFunction(number, call.name, arguments_object(call.arguments)))
-        for number, call in enumerate(done.parts.tool_calls)
+        for number, call in enumerate(done.parts.finished_calls)
     ]
 
 

@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from chatcache.conversations.store import StaleRevisionError
-from chatcache.conversations.tree import SHARE_KEY, Conversation
+from chatcache.conversations.tree import SHARE_KEY, Conversation, changes_too_often_error
 from chatcache.errors import InvalidRequestError, NotFoundError
-from chatcache.gateway.api.conversations import store_of
+from chatcache.gateway.api.conversations import MAX_EDIT_ATTEMPTS, parse_rev, store_of
 from chatcache.gateway.auth.principal import owner_of
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import json_response
@@ -30,7 +30,6 @@ from chatcache.transfer.html import POLICY, branch_html
 
 _SECRET_BYTES = 32
 _MAX_METADATA = 16
-_MAX_ATTEMPTS = 5
 _HEADERS = {
     "content-security-policy": f"{POLICY}; frame-ancestors 'none'; sandbox allow-popups allow-top-navigation",
     "x-content-type-options": "nosniff",
@@ -52,7 +51,7 @@ async def create_share(request: Request) -> Response:
     if leaf is None or leaf not in tree.items:
         raise NotFoundError(f"no message {(leaf or '')[:128]!r} in this conversation", param="leaf")
     secret = secrets.token_urlsafe(_SECRET_BYTES)
-    conversation = await _set_share(request, f"{leaf} {_digest(secret)}")
+    conversation = await _set_share(request, f"{leaf} {_digest(secret)}", fields.rev)
     path = f"{gateway_of(request).config.root_path}/share/{conversation.id}.{secret}"
     share = schemas.Share(
         "conversation.share", conversation.id, leaf, path, schemas.Conversation.from_head(conversation)
@@ -62,7 +61,7 @@ async def create_share(request: Request) -> Response:
 
 async def delete_share(request: Request) -> Response:
     """DELETE /v1/conversations/{id}/share: end the link, if there is one."""
-    return json_response(schemas.Conversation.from_head(await _set_share(request, None)))
+    return json_response(schemas.Conversation.from_head(await _set_share(request, None, parse_rev(request))))
 
 
 async def get_share(request: Request) -> Response:
@@ -87,12 +86,13 @@ async def get_share(request: Request) -> Response:
     return HTMLResponse(page.encode("utf-8", "replace"), headers=_HEADERS)
 
 
-async def _set_share(request: Request, value: str | None) -> Conversation:
-    """Set or remove the link in the metadata; other changes at the same time do not matter."""
+async def _set_share(request: Request, value: str | None, expected_rev: int | None) -> Conversation:
+    """Set or remove the link in the metadata; without `expected_rev`, other changes at the same time do not matter."""
     store, owner, conversation_id = store_of(request), owner_of(request), request.path_params["id"]
-    num_attempts = 0
-    while True:
+    for _ in range(MAX_EDIT_ATTEMPTS):
         head = await store.get(owner, conversation_id)
+        if expected_rev is not None and head.rev != expected_rev:
+            raise StaleRevisionError(head, expected_rev)
         metadata = {name: text for name, text in head.metadata.items() if name != SHARE_KEY}
         if value is not None:
             metadata[SHARE_KEY] = value
@@ -103,12 +103,10 @@ async def _set_share(request: Request, value: str | None) -> Conversation:
         try:
             conversation = await store.update(owner, conversation_id, metadata=metadata, expected_rev=head.rev)
         except StaleRevisionError:
-            num_attempts += 1
-            if num_attempts == _MAX_ATTEMPTS:
-                raise
             continue
         gateway_of(request).hub.publish_update(conversation)
         return conversation
+    raise changes_too_often_error()
 
 
 def _digest(secret: str) -> str:

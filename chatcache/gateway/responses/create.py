@@ -165,6 +165,9 @@ async def _start(
     async with gateway.admission.acquire(principal, cost) as ticket:
         with rename_error_params(prompt="input"):
             planned = await model.conversations.plan(request)
+        if request_fields.compacts and len(planned.messages) == 1 + (planned.turn.instructions is not None):
+            message = "input is required: there is no conversation to summarize"
+            raise InvalidRequestError(message, param="input", code="missing_required_parameter")
         if planned.prefix is not None:  # a continued reply keeps its tools
             tools = replace(tools, schemas=argument_schemas(planned.request.functions) or None, limits=None)
         prompt = planned.prompt.token_ids

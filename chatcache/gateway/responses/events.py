@@ -58,6 +58,7 @@ from chatcache.gateway.api.compaction import encode_summary
 from chatcache.gateway.api.logprobs import ScoredToken
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.objects import (
+    SCORES,
     STATISTICS,
     call_item,
     call_item_id,
@@ -168,7 +169,7 @@ class CandidateEventWriter:
         Return the items by `output_index`.
         """
         self._end_reasoning()
-        self._end_call(item.status)
+        self._end_call(INCOMPLETE if item.parts.is_call_cut else COMPLETED)
         logprobs = self._log.logprobs.all_of(self._candidate)
         items = {each.id: each for each in output_items(item, logprobs, score, summarizes=self._summarizes)}
         if self._item_id in items:
@@ -178,6 +179,12 @@ class CandidateEventWriter:
             self._log.append("response.content_part.done", **position, part=output_text(item.text, logprobs))
             self._end_item(items[self._item_id])
         return {index: items[item_id] for item_id, index in self._output_index.items() if item_id in items}
+
+    def output_indexes(self, item: Item) -> tuple[int, ...]:
+        """Return the positions of the output items of the candidate; those that have not begun come last."""
+        following = count(max(self._output_index.values(), default=-1) + 1)
+        known = self._output_index
+        return tuple(known[each.id] if each.id in known else next(following) for each in output_items(item))
 
     def _reasoning_delta(self, text: str) -> None:
         item_id, events = reasoning_id(self._item_id), self._reasoning_events
@@ -258,6 +265,7 @@ class ResponseEventWriter:
             CandidateEventWriter(log, output_indexes, *each, summarizes=summarizes) for each in enumerate(self.item_ids)
         ]
         self._outputs: dict[int, Item] = {}
+        self._scores: list[float | None] = [None] * len(self.item_ids)
         self._wire_outputs: dict[int, OutputItem] = {}
         self._is_parsed = reply.is_parsed
         self._has_output = False
@@ -276,7 +284,8 @@ class ResponseEventWriter:
         """Return those candidates that have tokens as messages: the finished ones, and the others as they are now."""
         now = time.time()
         return [
-            self._outputs.get(each.index) or output_item(self._turn, self.item_ids[each.index], each.snapshot(), now)
+            self._outputs.get(each.index)
+            or self._in_order(output_item(self._turn, self.item_ids[each.index], each.snapshot(), now))
             for each in candidates
             if each.index in self._outputs or each.num_tokens
         ]
@@ -313,9 +322,12 @@ class ResponseEventWriter:
         self._begin_output()
         if event.finish_reason == FINISH_LENGTH:
             self._length_ends.append(is_dead_end(event.finish_reason, event.stop_reason))
-        item = self._outputs[event.index] = output_item(self._turn, self.item_ids[event.index], event, time.time())
+        item = output_item(self._turn, self.item_ids[event.index], event, time.time())
         score = event.score if self._is_ranked else None
+        if score is not None:
+            self._scores[event.index] = score
         self._wire_outputs |= self._candidates[event.index].done(item, score)
+        self._outputs[event.index] = self._in_order(item)
 
     @property
     def ended_in_dead_ends(self) -> bool:
@@ -335,7 +347,10 @@ class ResponseEventWriter:
             figures.first_token_ms = round((self._first_output_s - self._since_s) * 1000, 1)
             figures.decode_ms = round((time.perf_counter() - self._first_output_s) * 1000, 1)
         figures.receipt = receipt
-        self._turn = replace(self._turn, echo={**self._turn.echo, STATISTICS: msgspec.to_builtins(figures)})
+        echo = {**self._turn.echo, STATISTICS: msgspec.to_builtins(figures)}
+        if self._is_ranked:
+            echo[SCORES] = self._scores
+        self._turn = replace(self._turn, echo=echo)
         return self._turn
 
     def status(self, event: ReplyFinished) -> str:
@@ -366,6 +381,13 @@ class ResponseEventWriter:
         )
         self._log.append("response.failed", response=self._response(FAILED))
         return self._turn
+
+    def _in_order(self, item: Item) -> Item:
+        """Record the positions of a candidate's output items, unless they are those of `ReplyParts`' order."""
+        indexes = self._candidates[item.index].output_indexes(item) if self._is_parsed else ()
+        if len(self._candidates) == 1 and indexes == tuple(range(len(indexes))):
+            return item
+        return replace(item, parts=msgspec.structs.replace(item.parts, output_indexes=indexes))
 
     def _begin_output(self) -> None:
         if not self._has_output and not self._is_parsed:

@@ -20,10 +20,16 @@ from starlette.types import Receive, Scope, Send
 from chatcache.conversations.fork_points import check_runs_here
 from chatcache.conversations.prompt import Message
 from chatcache.conversations.store import ConversationStore, ItemQuery, StaleRevisionError
-from chatcache.conversations.tree import COMPLETED, ConversationTree, new_id, plan_response_deletion
+from chatcache.conversations.tree import (
+    COMPLETED,
+    ConversationTree,
+    new_id,
+    no_response_error,
+    plan_response_deletion,
+)
 from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError, NotFoundError
-from chatcache.gateway.api.compaction import SUMMARY_HEAD, with_trigger
-from chatcache.gateway.api.conversations import edit_conversation, listed_items, store_of
+from chatcache.gateway.api.compaction import SUMMARY_HEAD, with_question, with_trigger
+from chatcache.gateway.api.conversations import edit_conversation, listed_items, parse_rev, store_of
 from chatcache.gateway.api.idempotency import REPLAYED_HEADER, IdempotencyKey
 from chatcache.gateway.api.pagination import PageQuery, paginate
 from chatcache.gateway.api.sse import EventStream, SseFormat
@@ -290,21 +296,25 @@ async def get_response(request: Request) -> Response:
 async def delete_response(request: Request) -> Response:
     """DELETE /v1/responses/{id}: cancel the response if it runs, and delete it.
 
-    Messages that other responses continue stay in the conversation.
+    Messages that other responses continue stay in the conversation. The revision is that before the cancellation.
     """
     gateway, owner, store = gateway_of(request), owner_of(request), store_of(request)
-    response_id = request.path_params["id"]
+    response_id, rev = request.path_params["id"], parse_rev(request)
     logged = await gateway.find_response(owner, response_id)
     if logged is not None and logged.run is not None:
+        if rev is not None:
+            head = (await load_response_tree(store, owner, response_id)).conversation
+            if head.rev != rev:
+                raise StaleRevisionError(head, rev)
+            rev = None  # the end of the response makes another revision
         await logged.run.cancel()
     await gateway.pending_saves.flush(response_id)
     try:
         tree = await load_response_tree(store, owner, response_id)
-    except NotFoundError:
+        await _delete_response(gateway, store, tree, response_id, rev)
+    except NotFoundError:  # it is not stored, or was deleted meanwhile
         if logged is None:
-            raise
-    else:
-        await _delete_response(gateway, store, tree, response_id)
+            raise no_response_error(response_id) from None
     gateway.responses.remove(response_id)
     if gateway.peers is not None:
         gateway.peers.publish_removal(owner, response_id)
@@ -348,7 +358,7 @@ async def count_input_tokens(request: Request) -> Response:
     model = await gateway.require_model(fields.model)
     functions = parse_response_tools(model, fields).functions
     running = await find_running_reply(gateway, owner, fields)
-    given = await resolve_references(gateway, owner, fields.input)
+    given = await resolve_references(gateway, owner, with_question(fields.input))
     thinking = parse_thinking(thinking_fields, model.service.thinking)
     turn = build_turn_request(fields, given, owner, gateway.model_name, functions, running, thinking)
     turn = with_local_end(gateway, turn)
@@ -380,20 +390,24 @@ async def _resume_stream(request: Request, after: int) -> Response:
 
 
 async def _delete_response(
-    gateway: Gateway, store: ConversationStore, tree: ConversationTree, response_id: str
+    gateway: Gateway, store: ConversationStore, tree: ConversationTree, response_id: str, rev: int | None
 ) -> None:
     """Delete the response, and its conversation if it was created with it and is empty now."""
     owner, conversation_id = tree.conversation.owner, tree.conversation.id
     conversation = await edit_conversation(
-        store, owner, conversation_id, lambda now: plan_response_deletion(now, response_id)
+        store, owner, conversation_id, lambda now: plan_response_deletion(now, response_id), expected_rev=rev
     )
     if tree.turns[response_id].created_at == tree.conversation.created_at:
-        remaining = await store.list_items(owner, conversation_id, ItemQuery(all_branches=True, limit=1))
-        with contextlib.suppress(StaleRevisionError):  # the conversation was continued meanwhile
+        try:
+            remaining = await store.list_items(owner, conversation_id, ItemQuery(all_branches=True, limit=1))
             if not remaining.items:
                 await store.delete(owner, conversation_id, expected_rev=remaining.conversation.rev)
                 gateway.hub.publish_deletion(owner, conversation_id)
                 return
+        except StaleRevisionError:
+            pass  # the conversation was continued meanwhile
+        except NotFoundError:
+            return  # it was deleted meanwhile
     gateway.hub.publish_update(conversation)
 
 

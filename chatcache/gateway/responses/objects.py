@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Literal, cast
 
 from msgspec import UNSET
@@ -29,6 +30,7 @@ from chatcache.types.events import FINISH_LENGTH
 # Keys of `Turn.echo` that are not part of the response object.
 HAS_LOGPROBS = "has_logprobs"
 STATISTICS = "statistics"
+SCORES = "scores"  # of ranked candidates, by index; None for one that did not end
 # Fields that `Turn.echo` has for every request. An imported turn may lack them.
 _ECHO_DEFAULTS: dict[str, Any] = {
     "conversation": None,
@@ -82,9 +84,10 @@ def output_items(
     *,
     summarizes: bool = False,
 ) -> tuple[ReplyItem, ...]:
-    """Convert a finished candidate into output items: its reasoning, its text, its calls.
+    """Convert a finished candidate into output items (reasoning, text, calls), in the order in which they began.
 
-    A candidate without calls has a message, even if it is empty. `summarizes`: the reasoning is sent as its summary.
+    A candidate without calls has a message, even if it is empty. A call that was cut off is incomplete. `summarizes`:
+    the reasoning is sent as its summary.
     """
     parts = item.parts
     items: list[ReplyItem] = []
@@ -103,8 +106,10 @@ def output_items(
             )
         )
     for number, call in enumerate(parts.tool_calls):
-        last = number == len(parts.tool_calls) - 1
-        items.append(call_item(call_item_id(item.id, number), item.index, call, item.status if last else COMPLETED))
+        status = COMPLETED if number < len(parts.finished_calls) else INCOMPLETE
+        items.append(call_item(call_item_id(item.id, number), item.index, call, status))
+    if len(parts.output_indexes) == len(items):
+        return tuple(each for _, each in sorted(zip(parts.output_indexes, items, strict=True), key=itemgetter(0)))
     return tuple(items)
 
 

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import msgspec
 
 from chatcache.conversations.store import ConversationStore
-from chatcache.conversations.tree import DELETED, IN_PROGRESS, ConversationTree, ResponseElsewhereError, ToolCall
+from chatcache.conversations.tree import (
+    DELETED,
+    IN_PROGRESS,
+    ConversationTree,
+    ResponseElsewhereError,
+    ToolCall,
+    Turn,
+    no_response_error,
+)
 from chatcache.errors import ChatcacheError, InvalidRequestError, NotFoundError
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.responses.event_log import TERMINAL, ResponseLog
 from chatcache.gateway.responses.objects import (
     HAS_LOGPROBS,
+    SCORES,
     call_item,
     has_summary,
     incomplete_reason,
@@ -69,11 +79,26 @@ def stored_response(tree: ConversationTree, response_id: str) -> Response:
     turn = tree.turns[response_id]
     outputs = tree.outputs(response_id)
     summarizes = has_summary(turn.echo)
-    items = [item for output in outputs for item in output_items(output, summarizes=summarizes)]
+    scores = dict(enumerate(_scores(turn)))
+    items: list[OutputItem] = []
+    indexes: list[int] = []
+    for output in outputs:
+        items += output_items(output, score=scores.get(output.index), summarizes=summarizes)
+        indexes += sorted(output.parts.output_indexes)
+    if len(indexes) == len(items):
+        items = [item for _, item in sorted(zip(indexes, items, strict=True), key=itemgetter(0))]
     response = response_object(turn, items, incomplete_reason(turn, outputs))
     if turn.echo.get(HAS_LOGPROBS):
         response.omitted = [LOGPROBS]
     return response
+
+
+def _scores(turn: Turn) -> list[float | None]:
+    """Return the scores of ranked candidates; those of an imported response may be malformed."""
+    try:
+        return msgspec.convert(turn.echo.get(SCORES, []), list[float | None])
+    except msgspec.ValidationError:
+        return []
 
 
 def no_stream_error(tree: ConversationTree, response_id: str) -> ChatcacheError:
@@ -89,14 +114,13 @@ async def load_response_tree(store: ConversationStore, owner: str, response_id: 
 
     Raises: NotFoundError, also for a deleted response.
     """
-    missing = NotFoundError(f"no response {response_id[:128]!r}", param="response_id")
     try:
         tree = await store.load_path(owner, await store.locate(owner, response_id), response_id, limit=0)
     except NotFoundError:
-        raise missing from None
+        raise no_response_error(response_id) from None
     turn = tree.turns.get(response_id)
     if turn is None or turn.status == DELETED:
-        raise missing
+        raise no_response_error(response_id)
     return tree
 
 

@@ -155,7 +155,8 @@ def queued_input(steers: Sequence[Steer], own_input: object) -> object:
 def required_input(output: Item) -> list[dict[str, str]]:
     """Return the function outputs that a reply waits for, as items without their `output`."""
     return [
-        {"type": "function_call_output", "call_id": call.call_id, "name": call.name} for call in output.parts.tool_calls
+        {"type": "function_call_output", "call_id": call.call_id, "name": call.name}
+        for call in output.parts.finished_calls
     ]
 
 

@@ -190,7 +190,10 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One choice. In a stream, only its last chunk has `finish_reason` and `stop_reason`."""
+    """One choice. In a stream, only its last chunk has `finish_reason` and `stop_reason`.
+
+    `token_ids`, and in the first chunk `prompt_token_ids`: with return_token_ids.
+    """
 
     index: int
     text: str
@@ -199,6 +202,7 @@ class CompletionChoice(msgspec.Struct):
     stop_reason: str | int | UnsetType | None = UNSET
     score: float | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 

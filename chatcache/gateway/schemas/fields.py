@@ -15,15 +15,8 @@ from chatcache.errors import InvalidRequestError, UnsupportedParameterError
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 
-# Fields of OpenAI's or vLLM's clients that have no effect on the result.
-WITHOUT_EFFECT = frozenset(
-    {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prediction"),
-        *("prompt_cache_retention", "prompt_cache_options", "access_programs", "max_tool_calls"),
-        *("request_id", "session_id", "stream_interval", "spaces_between_special_tokens"),
-        *("type", "stream", "stream_id", "stream_options"),
-    }
-)
+# Fields of OpenAI's or vLLM's clients that other structs, or none, have to read on this route.
+WITHOUT_EFFECT = frozenset({"type", "stream", "stream_id", "stream_options", "parallel_tool_calls"})
 # Fields that agents and SDKs send by default and that have no meaning here. They are named as ignored, like unknown
 # fields, except for the listed values.
 IGNORED: Mapping[str, tuple[object, ...]] = {
@@ -32,7 +25,21 @@ IGNORED: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "truncation": ("disabled",),
     "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "prompt_cache_options": ({},),
     "client_metadata": ({},),
+    "metadata": ({},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "user": (),
+    "safety_identifier": (),
+    "access_programs": ([],),
+    "prediction": (),
+    "max_tool_calls": (),
+    "request_id": (),
+    "session_id": (),
+    "stream_interval": (1,),
+    "spaces_between_special_tokens": (True,),
 }
 # Values of `include` that have a meaning here; the others are named as ignored.
 LOGPROBS = "message.output_text.logprobs"
@@ -136,8 +143,9 @@ def _list_choices(kind: type[msgspec.Struct], param: str) -> list[str]:
             structs = [each for each in parts if isinstance(each, type) and issubclass(each, msgspec.Struct)]
             fields = [field for each in structs for field in msgspec.structs.fields(each) if field.encode_name == name]
             hints = [field.type for field in fields]
-    literals = [each for hint in hints for each in _parts_of(hint) if get_origin(each) is Literal]
-    return [str(value) for each in literals for value in get_args(each)]
+    parts = [part for hint in hints for part in _parts_of(hint)]
+    values = [str(value) for part in parts if get_origin(part) is Literal for value in get_args(part)]
+    return ["true", "false", *values] if bool in parts else values
 
 
 def _parts_of(hint: Any) -> Iterator[Any]:

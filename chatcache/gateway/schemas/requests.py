@@ -470,9 +470,10 @@ class BranchFields(msgspec.Struct, frozen=True):
 
 
 class ShareFields(msgspec.Struct, frozen=True):
-    """A branch to share: `leaf` is its last message (absent: the active leaf)."""
+    """A branch to share: `leaf` is its last message (absent: the active leaf). `rev`: the expected revision."""
 
     leaf: Id | None = None
+    rev: Annotated[int, Meta(ge=0, le=2**53)] | None = None
 
 
 class PromptFields(msgspec.Struct, frozen=True):

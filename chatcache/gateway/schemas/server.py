@@ -27,11 +27,14 @@ class Error(msgspec.Struct):
 
 
 class Model(msgspec.Struct):
-    """The served model. `max_model_len` is null until it is loaded."""
+    """The served model, with the fields of OpenAI, vLLM and Anthropic. `max_model_len` is null until it is loaded."""
 
     id: str
     object: Literal["model"]
+    type: Literal["model"]
+    display_name: str
     created: int
+    created_at: str
     owned_by: str
     root: str
     parent: None
@@ -39,8 +42,13 @@ class Model(msgspec.Struct):
 
 
 class Models(msgspec.Struct):
+    """The list of models, as one page of Anthropic's list, too."""
+
     object: Literal["list"]
     data: list[Model]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
 
 
 class Tokens(msgspec.Struct):
