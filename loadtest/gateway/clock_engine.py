@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from chatcache.config import EngineConfig
+from chatcache.engine_process.loop import StepEngine
 from chatcache.tokenizer.chat_template import ChatTemplate
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.events import CandidateDone, EngineEvent, Finished, SearchStep, Started, Tokens
@@ -62,9 +63,10 @@ class _Stream:
 
 
 class ClockEngine:
-    """An engine that emits tokens by a clock. Satisfies `StepEngine` and `CacheQueries` of `engine_process.loop`."""
+    """An engine that emits tokens by a clock; it implements `StepEngine` and `CacheQueries` of `engine_process.loop`."""
 
     search_steps: Sequence[SearchStep] = ()
+    invalid_grammars: Sequence[str] = ()
 
     def __init__(self, clock: TickClock, times: TickTimes) -> None:
         self.model_info = ModelInfo(
@@ -158,7 +160,7 @@ class ClockEngine:
         return True
 
 
-def build_engine(config: EngineConfig, progress: object) -> ClockEngine:
+def build_engine(config: EngineConfig, progress: object) -> StepEngine:
     """Build the engine in the engine process, and pin it to a core other than the gateway's."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(os.getppid()) ^ set(range(os.cpu_count() or 1)), default=0)})
     return ClockEngine(*clock_from_environment())

