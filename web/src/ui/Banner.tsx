@@ -1,7 +1,7 @@
 // Banner above the thread: sign-in form, lost connection, loading or failed model.
 
 import { signal, useSignal } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { useChat } from "./context";
 
 const online = signal(navigator.onLine);
@@ -84,7 +84,7 @@ function SignInForm() {
   const chat = useChat();
   const why = LOCK_REASONS[chat.conversations.lockCode.value];
   const input = useRef<HTMLInputElement>(null);
-  useEffect(() => input.current?.focus(), []);
+  useLayoutEffect(() => input.current?.focus(), []);
   return (
     <form
       class="banner banner-info sign-in"

@@ -1,6 +1,6 @@
 // The message box with its controls: system prompt, number of answers, settings, cache badge, context meter.
 
-import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
+import { useLayoutEffect, useRef } from "preact/hooks";
 import { announce } from "../app/notifications";
 import { allPrompts, choosePrompt, findPrompt } from "../app/prompts";
 import { MAX_N, sampling, setSampling, systemPrompt } from "../app/settings";
@@ -33,7 +33,7 @@ export function Composer() {
     box.style.height = "auto";
     box.style.height = `${Math.min(MAX_HEIGHT_PX, box.scrollHeight)}px`;
   };
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (restoredConversation.value === null || restoredConversation.value !== thread.id.value) focusComposer();
     restoredConversation.value = null;
   }, [thread]);

@@ -1,7 +1,7 @@
 // The settings panel: system prompt, sampling, defaults for new chats, browser settings, sign-out.
 
 import { useSignal } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
+import { useLayoutEffect, useRef } from "preact/hooks";
 import { announce, toast } from "../app/notifications";
 import {
   allPrompts,
@@ -41,7 +41,7 @@ export function Settings() {
   const chat = useChat();
   const root = useRef<HTMLElement>(null);
   const opener = useRef<Element | null>(null);
-  useEffect(() => {
+  useLayoutEffect(() => {
     opener.current = document.activeElement;
     root.current?.querySelector<HTMLElement>("button")?.focus();
   }, []);

@@ -1,7 +1,7 @@
 // The saved prompts of the server in a dialog: list, create, edit, and delete with undo.
 
 import { useSignal } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import {
   createPrompt,
   deletePrompt,
@@ -124,7 +124,7 @@ interface FormProps {
 
 function PromptForm({ prompt, onSave, onCancel }: FormProps) {
   const form = useRef<HTMLFormElement>(null);
-  useEffect(() => form.current?.querySelector("input")?.focus(), []);
+  useLayoutEffect(() => form.current?.querySelector("input")?.focus(), []);
   const save = (data: FormData) => {
     const value = (name: keyof PromptFields) => String(data.get(name)).replace(/\r\n/g, "\n");
     return onSave(prompt, {

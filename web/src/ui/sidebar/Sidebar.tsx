@@ -1,6 +1,6 @@
 // Sidebar: new chat, search, conversation list, and the footer with model name and theme.
 
-import { useEffect } from "preact/hooks";
+import { useEffect, useLayoutEffect } from "preact/hooks";
 import type { SearchHit, TextRange } from "../../api/rest";
 import { type Theme, theme } from "../../app/settings";
 import { splitAtMarks } from "../../conversations/search";
@@ -16,6 +16,8 @@ export function Sidebar() {
   const open = sidebarOpen.value;
   useEffect(() => {
     if (open) chat.cacheCoverage.scheduleRefresh();
+  }, [open]);
+  useLayoutEffect(() => {
     if (open && isNarrow()) document.querySelector<HTMLElement>(".sidebar-close")?.focus();
   }, [open]);
   const begin = () => {
