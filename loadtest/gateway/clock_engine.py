@@ -63,7 +63,7 @@ class _Stream:
 
 
 class ClockEngine:
-    """An engine that emits tokens by a clock; it implements `StepEngine` and `CacheQueries` of `engine_process.loop`."""
+    """An engine that emits tokens by a clock: a `StepEngine` and `CacheQueries` of `engine_process.loop`."""
 
     search_steps: Sequence[SearchStep] = ()
     invalid_grammars: Sequence[str] = ()
