@@ -75,12 +75,19 @@ def emit_dot_pairs(builder: Any, native: bool, total: Any, *pairs: Any) -> Any:
     if native:
         halves = [builder.bitcast(x, ir.VectorType(_BFloat(), 2 * lanes)) for x in pairs]
         return emit_call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", wide, total, *halves)
-    bits = ir.VectorType(I32, lanes)
-    sixteen, upper = ir.Constant(bits, [16] * lanes), ir.Constant(bits, [0xFFFF0000] * lanes)
-    words = [builder.bitcast(x, bits) for x in pairs]
-    low = [builder.bitcast(builder.shl(x, sixteen), wide) for x in words]
-    high = [builder.bitcast(builder.and_(x, upper), wide) for x in words]
+    low, high = ([emit_widened(builder, x, side) for x in pairs] for side in range(2))
     return emit_fma(builder, high[0], high[1], emit_fma(builder, low[0], low[1], total))
+
+
+def emit_widened(builder: Any, pairs: Any, side: int) -> Any:
+    """Emit the low (`side` 0) or high (1) numbers of lanes of bf16 pairs as float32."""
+    bits = ir.VectorType(I32, pairs.type.count)
+    words = builder.bitcast(pairs, bits)
+    if side:
+        words = builder.and_(words, ir.Constant(bits, [0xFFFF0000] * bits.count))
+    else:
+        words = builder.shl(words, ir.Constant(bits, [16] * bits.count))
+    return builder.bitcast(words, ir.VectorType(F32, bits.count))
 
 
 @simd_intrinsic

@@ -123,6 +123,17 @@ class StackWeights:
         """Return the layers with the gated delta rule in order."""
         return [block.mixer for block in self.blocks if isinstance(block.mixer, DeltaWeights)]
 
+    @property
+    def most_inputs(self) -> int:
+        """Return the most inputs of a linear layer, without those of experts."""
+        layers = [each for w in self.attention for each in (w.qkv, w.out)]
+        layers += [each for w in self.delta for each in (w.projection, w.out)]
+        mlps = [block.mlp for block in self.blocks]
+        routed = [mlp for mlp in mlps if isinstance(mlp, ExpertsWeights)]
+        plain = [mlp for mlp in (*mlps, *(w.shared for w in routed)) if isinstance(mlp, MLPWeights)]
+        layers += [each.router for each in routed] + [each for w in plain for each in (w.gate_up, w.down)]
+        return max(each.num_inputs for each in layers)
+
     def is_supported(self, pages: KVPages) -> bool:
         """Return whether every kernel supports these shapes and dtypes."""
         attention, norms = self.attention, [self.norm]
@@ -235,10 +246,11 @@ class BlockDecoder:
     def _build(self) -> None:
         """Fill the kernel arguments that do not change between steps, in the order of the calls."""
         w, blocks = self._weights, self._weights.blocks
-        widest = max(4 * matmul.SCRATCH_FLOATS, experts.PANEL_SCRATCH_BYTES)
+        widest = max(matmul.scratch_bytes(w.most_inputs), experts.PANEL_SCRATCH_BYTES)
         for each in w.delta:
             widest = max(widest, 8 * each.conv.shape[1] * recurrent.CHANNELS, recurrent.delta_scratch_bytes(each.dim_k))
         self._scratch = torch.empty(self._num_threads * widest, dtype=torch.uint8)
+        self._scratch_bytes = widest
         projections = [*(each.qkv for each in w.attention), *(each.projection for each in w.delta)]
         self._wide = self._buffer(max(each.num_outputs for each in projections))
         outs = [*(each.out for each in w.attention), *(each.out for each in w.delta)]
@@ -317,6 +329,7 @@ class BlockDecoder:
             matmul.multiply_kernel(), matmul.MATMUL_JOB, x=x, weight=linear.weight, out=out, scratch=self._scratch,
             bias=0 if linear.bias is None else linear.bias, num_inputs=linear.num_inputs,
             num_outputs=linear.num_outputs, compact=0 if linear.compact is None else linear.compact,
+            scratch_bytes_per_thread=self._scratch_bytes,
         )  # fmt: skip
 
     def _norm(self, weight: Tensor, *, is_first: bool = False) -> None:

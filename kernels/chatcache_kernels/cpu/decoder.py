@@ -90,7 +90,8 @@ class DecoderWeights:
         """Return the scratch bytes that a thread needs for the largest matrix product."""
         panels = [self.head, *(x for each in self.layers for x in (each.qkv, each.out, each.gate_up, each.down))]
         widest = max([int8.scratch_bytes(each.num_inputs) for each in panels if each.scales is not None], default=0)
-        return max(4 * matmul.SCRATCH_FLOATS, widest, int16.SUMS_BYTES)
+        most = max(matmul.scratch_bytes(each.num_inputs) for each in panels)
+        return max(most, widest, int16.SUMS_BYTES)
 
     @property
     def quantises_activations(self) -> bool:
@@ -274,6 +275,7 @@ class MegakernelDecoder:
         scratch = self._buffers.scratch.data_ptr()
         launch, layout = matmul.multiply_kernel(), matmul.MATMUL_JOB
         if panels[0].scales is None:
+            layers["scratch_bytes_per_thread"] = self._weights.scratch_bytes
             layers["compact"] = [0 if each.compact is None else each.compact.data_ptr() for each in panels]
         else:
             layers["scales"] = [each.scales.data_ptr() for each in panels if each.scales is not None]

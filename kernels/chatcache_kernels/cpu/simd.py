@@ -106,15 +106,16 @@ def emit_loop(builder: Any, count: Any, carried: list[Any], body: Callable[[Any,
     return following
 
 
-def split_panel(count: int) -> list[tuple[range, range]]:
+def split_panel(count: int, num_rows: int = 4) -> list[tuple[range, range]]:
     """Return the rows and the halves of a panel of 32 outputs that a loop multiplies: as many as fit the registers.
 
-    AVX2 has half as many registers as AVX-512, of half the size. A panel stays in the cache from loop to loop.
+    AVX2 has half as many registers as AVX-512, of half the size: `num_rows` rows. A panel stays in the cache from loop
+    to loop.
     """
     if count <= 2 or binding.get_host_cpu_features().get("avx512f"):
         return [(range(count), range(2))]
-    starts = range(0, count, 4)
-    return [(range(row, min(row + 4, count)), range(half, half + 1)) for row in starts for half in range(2)]
+    starts = range(0, count, num_rows)
+    return [(range(row, min(row + num_rows, count)), range(half, half + 1)) for row in starts for half in range(2)]
 
 
 LOG2E = 1.4426950408889634
