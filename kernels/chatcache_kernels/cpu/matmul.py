@@ -14,8 +14,8 @@ SmolLM2-135M shape on two threads: 16 tokens from 11.6 to 9.3 ms, 32 from 15.8 t
 
 Without bf16 products, with AVX2, a thread widens the inputs of a group of tokens to float32 once, and multiplies all
 panels with them before the next group. With 6 tokens at once instead of 4, and the next panel fetched from 2 tokens on,
-two threads of a Zen 3 went from 57 to 83 GFLOP/s with 8 tokens, from 93 to 137 with 32 and from 122 to 154 with 256; its
-peak is 200, and float32 products of oneDNN reached 45, 107 and 139.
+two threads of a Zen 3 went from 57 to 83 GFLOP/s with 8 tokens, from 93 to 137 with 32 and from 122 to 154 with 256;
+their peak is 200, and float32 products of oneDNN reached 45, 107 and 139.
 
 Shapes: x [num_tokens, in] bf16, packed [out / 32, in / 32, 16, 2, 16, 2] bf16 -> [num_tokens, out] bf16. 32 must divide
 in and out.
