@@ -135,8 +135,7 @@ def test_all_actions_work_by_keyboard(width: int, open_page: Any) -> None:
     keys.press("Enter")
     chat.until("[...document.querySelectorAll('.answer .prose')].at(1)?.textContent.length > 20")
     keys.stop()
-    position = page.locator(".user-message .version-position")
-    assert position.inner_text() == "2/2"
+    page.wait_for_selector(".user-message .version-position >> text=2/2")
     keys.press("Shift+Escape")
     keys.reach("Previous version", back=True)
     keys.press("Enter")
