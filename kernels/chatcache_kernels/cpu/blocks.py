@@ -124,7 +124,7 @@ class StackWeights:
         return [block.mixer for block in self.blocks if isinstance(block.mixer, DeltaWeights)]
 
     @property
-    def most_inputs(self) -> int:
+    def max_inputs(self) -> int:
         """Return the most inputs of a linear layer, without those of experts."""
         layers = [each for w in self.attention for each in (w.qkv, w.out)]
         layers += [each for w in self.delta for each in (w.projection, w.out)]
@@ -246,7 +246,7 @@ class BlockDecoder:
     def _build(self) -> None:
         """Fill the kernel arguments that do not change between steps, in the order of the calls."""
         w, blocks = self._weights, self._weights.blocks
-        widest = max(matmul.scratch_bytes(w.most_inputs), experts.PANEL_SCRATCH_BYTES)
+        widest = max(matmul.scratch_bytes(w.max_inputs), experts.PANEL_SCRATCH_BYTES)
         for each in w.delta:
             widest = max(widest, 8 * each.conv.shape[1] * recurrent.CHANNELS, recurrent.delta_scratch_bytes(each.dim_k))
         self._scratch = torch.empty(self._num_threads * widest, dtype=torch.uint8)

@@ -83,7 +83,7 @@ GROUP_TOKENS = 2 * TILE_ROWS  # tokens of an item
 LINE_BYTES = 64
 SCRATCH_FLOATS = 4 * TILE_BYTES // 4  # per thread
 BLOCK_TOKENS = 8  # multiplied at once, at most, without AMX
-FLOAT_TOKENS = 6  # so many or more are widened to float32 once, without bf16 products
+FLOAT_TOKENS = 6  # the same without bf16 products; from so many tokens on, their inputs are widened first
 HAS_COMPACT_BLOCKS = FEW_TOKENS >= BLOCK_TOKENS  # whether compact weights may be read for so many
 BLOCK_BYTES, MIN_BLOCK_GROUPS = 1 << 20, 4  # of tokens that stay in a core's cache while all panels are read
 
@@ -317,7 +317,7 @@ def _pair_kernel(native: bool) -> Launch:
                 group, panel = divmod(item, num_panels)
                 next_panel = next_item % num_panels
             token, end = group * GROUP_TOKENS, min((group + 1) * GROUP_TOKENS, job.num_tokens)
-            next_weight = panel_address(job.weight, job.num_inputs, next_panel) if next_panel != panel else 0
+            next_weight = panel_address(job.weight, job.num_inputs, next_panel)
             if not native and end - token >= FLOAT_TOKENS:
                 if widened != group:
                     widen(job.x + 2 * token * job.num_inputs, floats, (end - token) * job.num_inputs)
@@ -352,15 +352,13 @@ def multiply_pairs(
 ) -> None:
     """Multiply the tokens from `token` to `end` with a panel, without AMX; `sums`: address of SCRATCH_FLOATS floats.
 
-    `next_weight`, `next_tile`: addresses of the panel (0: none) and of the first compact tile that are fetched
-    meanwhile.
+    `next_weight`, `next_tile`: addresses of the panel and of the first compact tile that are fetched meanwhile.
     """
     stride, steps = 2 * job.num_inputs, job.num_inputs // PANEL
     weight = panel_address(job.weight, job.num_inputs, panel)
     compact, index = job.compact, index_address(job.compact, panel, steps)
     if not reads_compact(job):
         compact = 0
-    ahead = next_weight if next_weight != 0 else weight
     while token < end:
         count, x = end - token, job.x + token * stride
         if count >= 8:
@@ -368,23 +366,23 @@ def multiply_pairs(
             if HAS_COMPACT_BLOCKS and compact != 0:
                 dot_tiles(native, 8, x, stride, compact, index, steps, sums, next_tile)
             else:
-                dot_block(native, False, 8, x, stride, weight, steps, sums, ahead)
+                dot_block(native, False, 8, x, stride, weight, steps, sums, next_weight)
         elif count >= 4:
             count = 4
             if compact != 0:
                 dot_tiles(native, 4, x, stride, compact, index, steps, sums, next_tile)
             else:
-                dot_block(native, False, 4, x, stride, weight, steps, sums, ahead)
+                dot_block(native, False, 4, x, stride, weight, steps, sums, next_weight)
         elif count >= 2:
             count = 2
             if compact != 0:
                 dot_tiles(native, 2, x, stride, compact, index, steps, sums, next_tile)
             else:
-                dot_block(native, False, 2, x, stride, weight, steps, sums, ahead)
+                dot_block(native, False, 2, x, stride, weight, steps, sums, next_weight)
         elif compact != 0:
             dot_tiles(native, 1, x, stride, compact, index, steps, sums, next_tile)
         else:
-            dot_block(native, False, 1, x, stride, weight, steps, sums, ahead)
+            dot_block(native, False, 1, x, stride, weight, steps, sums, next_weight)
         _write_block(native, job, token, count, panel, sums)
         token += count
 
@@ -405,20 +403,19 @@ def multiply_floats(job: Any, token: int, end: int, panel: int, sums: int, next_
     """
     stride, steps, x = 4 * job.num_inputs, job.num_inputs // PANEL, floats
     weight = panel_address(job.weight, job.num_inputs, panel)
-    ahead = next_weight if next_weight != 0 else weight
     while token < end:
         count = end - token
         if count >= FLOAT_TOKENS and count != 8:  # two blocks of 4 are faster than 6 and 2
             count = FLOAT_TOKENS
-            dot_block(False, True, FLOAT_TOKENS, x, stride, weight, steps, sums, ahead)
+            dot_block(False, True, FLOAT_TOKENS, x, stride, weight, steps, sums, next_weight)
         elif count >= 4:
             count = 4
-            dot_block(False, True, 4, x, stride, weight, steps, sums, ahead)
+            dot_block(False, True, 4, x, stride, weight, steps, sums, next_weight)
         elif count >= 2:
             count = 2
-            dot_block(False, True, 2, x, stride, weight, steps, sums, ahead)
+            dot_block(False, True, 2, x, stride, weight, steps, sums, next_weight)
         else:
-            dot_block(False, True, 1, x, stride, weight, steps, sums, ahead)
+            dot_block(False, True, 1, x, stride, weight, steps, sums, next_weight)
         _write_block(False, job, token, count, panel, sums)
         token, x = token + count, x + count * stride
 

@@ -109,8 +109,8 @@ def emit_loop(builder: Any, count: Any, carried: list[Any], body: Callable[[Any,
 def split_panel(count: int, num_rows: int = 4) -> list[tuple[range, range]]:
     """Return the rows and the halves of a panel of 32 outputs that a loop multiplies: as many as fit the registers.
 
-    AVX2 has half as many registers as AVX-512, of half the size: `num_rows` rows. A panel stays in the cache from loop
-    to loop.
+    AVX2 has half as many registers as AVX-512, of half the size; the sums of `num_rows` rows fit them. A panel stays in
+    the cache from loop to loop.
     """
     if count <= 2 or binding.get_host_cpu_features().get("avx512f"):
         return [(range(count), range(2))]

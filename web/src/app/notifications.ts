@@ -22,6 +22,8 @@ interface Toast {
 }
 
 const TOAST_MS = 6000;
+/** For a part of the program that the browser could not load. */
+export const NOT_LOADED = "This part of the page did not load. Reload the page.";
 export const UNDO_MS = 10_000; // of a toast with an action
 const HELD_MS = 1000; // until the next look at toasts that are held
 const HELD = ".toasts:focus-within"; // not :hover, which stays after a tap
@@ -30,9 +32,6 @@ let count = 0;
 export const toasts = signal<readonly Toast[]>([]);
 
 /** Show a toast; returns its id. */
-/** For a part of the program that the browser could not load. */
-export const NOT_LOADED = "This part of the page did not load. Reload the page.";
-
 export function toast(text: string, action: ToastAction | null = null): number {
   const id = ++count;
   toasts.value = [...toasts.value, { id, text, action }];
