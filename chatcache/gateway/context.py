@@ -30,7 +30,7 @@ from chatcache.gateway.limits.admission import AdmissionController, LoopTurns, S
 from chatcache.gateway.limits.rate_limits import RateLimiter
 from chatcache.gateway.mcp.servers import McpServers
 from chatcache.gateway.metrics import Metrics
-from chatcache.gateway.peers import GatewayPeers, GatewayUnreachableError, LogUnreachableError
+from chatcache.gateway.peers import GIVE_UP_S, GatewayPeers, GatewayUnreachableError, LogUnreachableError
 from chatcache.gateway.responses.event_log import LogReader
 from chatcache.gateway.responses.registry import LoggedResponse, ResponseRegistry
 from chatcache.gateway.websocket.notifications import ConversationHub
@@ -43,8 +43,8 @@ from chatcache.types.stats import EngineHealth
 log = logging.getLogger(__name__)
 
 MAX_PENDING_SAVES = 1000
-REOPEN_S = 8.0  # for a stream to begin or continue while another gateway does not answer
-_RETRY_S = 0.5
+OPEN_S = 8.0  # for a stream to begin while another gateway does not answer; one that has begun waits `GIVE_UP_S`
+_PAUSE_S = 0.5
 
 Save = Callable[[], Awaitable[None]]
 
@@ -112,7 +112,7 @@ class PendingSaves:
 
     async def _retry(self) -> None:
         while self._pending:
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(_PAUSE_S)
             await self.flush()
 
     async def _save_all(self) -> None:
@@ -258,14 +258,14 @@ class Gateway:
     ) -> LoggedResponse | None:
         """Return a running or recently ended response of any gateway, with all events that a client may have.
 
-        `after`: number of the last one that the client has. Tries again for `REOPEN_S` while the gateway that runs the
-        response does not answer; `is_read`, for a stream that has begun: also while the store does not, or a gateway
-        that may have the events of a response that has ended. None if no gateway has them.
+        `after`: number of the last one that the client has. Tries again for `OPEN_S` while the gateway that runs the
+        response does not answer; `is_read`, for a stream that has begun: for `GIVE_UP_S`, also while the store does
+        not, or a gateway that may have the events of a response that has ended. None if no gateway has them.
 
         Raises: GatewayUnreachableError, StoreUnavailableError.
         """
         awaited = (GatewayUnreachableError, StoreUnavailableError) if is_read else (GatewayUnreachableError,)
-        deadline_s = time.monotonic() + REOPEN_S
+        deadline_s = time.monotonic() + (GIVE_UP_S if is_read else OPEN_S)
         while True:
             try:
                 found = await self.find_response(owner, response_id, ended=True)
@@ -279,7 +279,7 @@ class Gateway:
                     return None
                 if self.admission.is_closed or time.monotonic() > deadline_s:
                     raise
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(_PAUSE_S)
 
     async def reopen(self, owner: str, reader: LogReader) -> tuple[LoggedResponse, LogReader]:
         """Return a response from the gateway that has taken it over, and a reader from the same place on.

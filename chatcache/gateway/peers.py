@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 ANSWER_S = 5.0  # a gateway that does not answer for so long counts as unreachable
 WATCH_S = 2.0  # a question for frames is answered after this time, with none
 TAKEOVER_S = 8.0  # a gateway without a lease on the bus is replaced earlier
-RETRY_S = 15.0  # a response is given up if its gateway does not answer for so long
+GIVE_UP_S = 15.0  # a response is given up if its gateway does not answer for so long
 OWN_S = 2.0  # for a store that seems silent since this process was suspended; the lease on the bus lasts longer
 IDLE_S = 30.0  # a copy without use is dropped
 MAX_COPIES_BYTES = 16 * 1024 * 1024  # of logs that have ended
@@ -262,7 +262,7 @@ class RemoteResponse:
             except (GatewayUnreachableError, StoreUnavailableError, NotFoundError) as error:
                 # Not found: another gateway has taken the response over, or soon will.
                 failing_since_s = failing_since_s or time.monotonic()
-                if time.monotonic() - failing_since_s > RETRY_S or await self._has_died():
+                if time.monotonic() - failing_since_s > GIVE_UP_S or await self._has_died():
                     return _unreachable() if isinstance(error, NotFoundError) else error
                 await asyncio.sleep(_PAUSE_S)
             except ChatcacheError as error:

@@ -230,11 +230,11 @@ def test_stream_after_a_later_event_than_the_copy_has_waits_for_the_owner_and_is
     with ThreadPoolExecutor(1) as pool, lagging_copy(other, response_id) as copy:
         number = read_beyond(owner, response_id, copy)
         monkeypatch.setattr(peers, "ANSWER_S", 0.2)
-        monkeypatch.setattr(context, "REOPEN_S", 0.0)
+        monkeypatch.setattr(context, "OPEN_S", 0.0)
         refused = other.request("GET", f"{path}?stream=true&starting_after={number}")
         assert (refused[0], refused[2]["error"]["code"]) == (503, "gateway_unreachable")
         assert other.request("GET", path)[2]["status"] == "in_progress", "the stored state"
-        monkeypatch.setattr(context, "REOPEN_S", 60.0)
+        monkeypatch.setattr(context, "OPEN_S", 60.0)
         resumed = pool.submit(all_events, other, response_id, number)
         time.sleep(0.5)
         assert copy.last_number < number and not resumed.done()
@@ -454,7 +454,7 @@ def test_watch_that_begins_again_at_the_start_is_noticed(
 
     with streamed(other, response_id) as events:
         first = next(events)
-        monkeypatch.setattr(peers, "RETRY_S", 0.1)
+        monkeypatch.setattr(peers, "GIVE_UP_S", 0.1)
         monkeypatch.setattr(GatewayPeers, "_watch", from_start)
         received = [first, *events]
     assert numbers_of(received) == list(range(len(received)))
