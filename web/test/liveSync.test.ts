@@ -152,6 +152,34 @@ describe("LiveSync", () => {
     expect(loads()).toBe(before);
   });
 
+  it.each(["accepted", "refused"])("shows a message once that it reads before it is %s", async (ending) => {
+    await openConversation();
+    const slow = (url: URL, init: RequestInit) =>
+      new Promise((go) => setTimeout(go, 200)).then(() => server.fetch(url, init));
+    vi.stubGlobal("fetch", slow);
+    await notify(3, "msg_a1"); // a change made elsewhere is read
+    chat.send("Two");
+    const running = {
+      ...answer("msg_a2", "msg_u2", "", "resp_2"),
+      status: "in_progress",
+      finish_reason: null,
+    } as const;
+    if (ending === "accepted") store([...FIRST, user("msg_u2", "msg_a1", "Two"), running], "msg_u2", 4);
+    else store([...FIRST, answer("msg_b1", "msg_u1", "other", "resp_b")], "msg_a1", 3);
+    await vi.advanceTimersByTimeAsync(1000);
+    const stream_id = sent("response.create")[0]!.stream_id;
+    if (ending === "accepted") {
+      const input_item_ids = ["msg_u2"];
+      const response = { id: "resp_2", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids };
+      push({ type: "response.created", response, stream_id });
+    } else push({ type: "error", status: 400, error: { code: "x", message: "No", param: null }, stream_id });
+    await vi.advanceTimersByTimeAsync(1000);
+    const tree = chat.thread.value.tree.value;
+    const [question, ...others] = tree.childrenOf(tree.byId("msg_a1")!.key);
+    expect([question!.text.value, others, tree.childrenOf(question!.key).length]).toEqual(["Two", [], 1]);
+    expect(tree.byId("msg_b1") !== undefined).toBe(ending === "refused"); // the change is read afterwards
+  });
+
   it("marks an answer as unsaved until it is stored", async () => {
     await openConversation();
     chat.send("Two");

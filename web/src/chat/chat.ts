@@ -330,6 +330,7 @@ export class Chat {
     if (calling) void import("./toolLoop").then(({ startCalls }) => startCalls(this, thread, calling));
     else if (!turn.failed && (turn.isSteered || !turn.stopRequested)) this.unsent.sendFirstWhenReady(thread);
     if (turn.failed) void this.readiness.pollUntilReady(); // the model may have failed
+    if (turn.failed && isShown) void this.liveSync.syncThread(thread);
     if (id === null) {
       announce(describeEnding(turn));
       return;

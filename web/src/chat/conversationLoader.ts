@@ -78,14 +78,18 @@ export class ConversationLoader {
     if (head) this.conversations.upsert(head);
   }
 
-  /** Reload messages that other clients changed, without replacing the shown ones. False if that failed. */
+  /**
+   * Reload messages that other clients changed, without replacing the shown ones. False if that failed, and while the
+   * ids of a message that was just sent are unknown: it would be shown twice. `LiveSync` reads again after the answer.
+   */
   refresh(thread: Thread, id: string): Promise<boolean> {
     const reading =
       this.refreshes.get(thread) ??
       this.fetchCopied(thread, id)
         .then(({ head, items }) => {
-          thread.load(items, head);
           this.conversations.upsert(head);
+          if (thread.awaitsIds) return false;
+          thread.load(items, head);
           return true;
         })
         .catch(() => false)

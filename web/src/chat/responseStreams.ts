@@ -49,6 +49,7 @@ export class ResponseStreams {
       return;
     }
     this.streams.set(turn.key, { thread, turn, above, resuming: false });
+    turn.isSubmitted = true;
     const count = turn.candidates.length;
     if (this.socket.send(frame)) announce(count > 1 ? `Generating ${count} answers.` : "Generating.");
     else this.finish(turn.key, "There is no connection to the server.");
@@ -57,9 +58,7 @@ export class ResponseStreams {
   /** Follow a response that another tab started, or this one before a reload. */
   follow(thread: Thread, response: string): void {
     if (thread.turnOfResponse(response)) return; // started here, or stored already
-    for (const stream of this.streams.values()) {
-      if (stream.thread === thread && stream.turn.responseId.value === null) return; // this turn may be the response
-    }
+    if (thread.awaitsIds) return; // the response may be that of its turn
     for (const other of this.pendingFollows.values()) if (other.response === response) return;
     const key = `follow-${++this.count}`;
     this.pendingFollows.set(key, { thread, response });

@@ -88,6 +88,11 @@ export class Thread {
     return undefined;
   }
 
+  /** Whether a request was sent that the server has not answered yet. */
+  get awaitsIds(): boolean {
+    return [...this.turns.values()].some((turn) => turn.isUnanswered);
+  }
+
   /** Record a change that this page made or observed. */
   recordOwnChange(head: WireConversation): void {
     this.staleCheck.markSeen(head.rev);

@@ -54,6 +54,7 @@ export class Turn {
   settingsLoad: Promise<void> | null = null; // in progress
   /** Settings of the request; null if this page did not send it. */
   sent: { readonly settings: Sampling; readonly instructions: string } | null = null;
+  isSubmitted = false; // the request was sent
   stopRequested = false;
   isTooLong = false; // the prompt does not fit the context: the same request would be refused again
   isSteered = false; // stopped in order to go on with another message
@@ -78,6 +79,11 @@ export class Turn {
 
   get live(): boolean {
     return this.phase.value !== "ended";
+  }
+
+  /** Whether the server has not answered the request yet: it may have stored messages whose ids are unknown here. */
+  get isUnanswered(): boolean {
+    return this.isSubmitted && this.live && this.responseId.value === null;
   }
 
   /** Whether the candidate is running and can be stopped alone. Beams compete and cannot. */
