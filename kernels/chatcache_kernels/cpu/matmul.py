@@ -318,7 +318,7 @@ def _pair_kernel(native: bool) -> Launch:
                 next_panel = next_item % num_panels
             token, end = group * GROUP_TOKENS, min((group + 1) * GROUP_TOKENS, job.num_tokens)
             next_weight = panel_address(job.weight, job.num_inputs, next_panel)
-            if not native and end - token >= FLOAT_TOKENS:
+            if not native and end - token >= FLOAT_TOKENS and not reads_compact(job):
                 if widened != group:
                     widen(job.x + 2 * token * job.num_inputs, floats, (end - token) * job.num_inputs)
                     widened = group
