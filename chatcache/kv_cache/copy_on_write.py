@@ -9,7 +9,7 @@ holds the original writes in place:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from chatcache.kv_cache.host import HostKVCache
@@ -104,11 +104,11 @@ class CopyOnWrite:
             record_owner(self._pool.owners, table, table.num_tokens // self._page_size)
             self._pool.publish(page, hash_page(table.key, table.tail_tokens))
 
-    def release_sources(self) -> None:
-        """Release the source pages of this step's copies, when the step was executed or aborted."""
-        for page in self.sources:
+    def release_sources(self, kept: Collection[int] = ()) -> None:
+        """Release the source pages of copies that were made, aborted or dropped: all but the `kept` ones."""
+        for page in self.sources.difference(kept):
             self._pool.release((page,))
-        self.sources.clear()
+        self.sources.intersection_update(kept)
 
     def _num_holders(self, page: int) -> int:
         """Count the tables that hold the page; the reference that a pending copy holds is left out."""

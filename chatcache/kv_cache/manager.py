@@ -285,6 +285,12 @@ class KVCache:
         """The pages that the step being planned, or launched, copies and holds until it is over."""
         return self._copy_on_write.sources
 
+    def held_copies(self, copies: Sequence[PageCopy]) -> list[PageCopy]:
+        """Return the planned copies whose target a table still holds, and release the sources of the others."""
+        held = [copy for copy in copies if self.pool.refs[copy.dst]]
+        self._copy_on_write.release_sources([copy.src for copy in held])
+        return held
+
     def complete_step(self) -> None:
         """Publish the pages that an executed step loaded, and release its copy sources."""
         for page, content in self.host.complete_step() if self.host is not None else ():

@@ -166,6 +166,11 @@ class BatchBuilder:
         self._copies += copies
         self._updates += updates
 
+    def drop_unused_copies(self) -> None:
+        """Drop the copies for branches that were closed in this plan, so that no page is held for them."""
+        if self._copies:
+            self._copies = self._kv.held_copies(self._copies)
+
     def add(self, branch: Branch, num_tokens: int) -> None:
         """Grant the branch its next `num_tokens` tokens, for which pages are reserved."""
         request, table, row = branch.request, branch.table, len(self.granted)
@@ -199,8 +204,7 @@ class BatchBuilder:
         if forks:
             moves["forks"] = forks
         if self._copies:
-            # A request that was preempted in this plan leaves its copies; their target may have been allocated again.
-            moves["copies"] = list({copy.dst: copy for copy in self._copies}.values())
+            moves["copies"] = self._copies
         if self._kv.host is not None:
             moves["swaps_out"], moves["swaps_in"] = self._kv.host.pending_copies()
         saved: Sequence[Branch] = ()

@@ -145,9 +145,10 @@ class BranchManager:
         request.num_waiting_branches = 0
         request.choose_fork_sources()
 
-    def suspend_last(self, request: LiveRequest) -> None:
+    def suspend_last(self, request: LiveRequest, *, keep_tail: bool) -> None:
         """Release the pages and the row of the last branch that has any; the others continue."""
-        self.close(next(branch for branch in reversed(request.branches.values()) if branch.table is not None))
+        last = next(branch for branch in reversed(request.branches.values()) if branch.table is not None)
+        self.close(last, keep_tail=keep_tail)
         request.num_waiting_branches += 1
         request.choose_fork_sources()
 

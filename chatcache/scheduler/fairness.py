@@ -166,14 +166,15 @@ class DecodeShares:
             self._turns.clear()
             return None
         chosen: list[int] = []
-        before, self._turns = self._turns, {}
         shares = split_equally(counts, max_branches)
-        for (namespace, indices), share in zip(self._indices.items(), shares, strict=True):
-            if share == len(indices):
-                chosen += indices
-            else:
-                taken, self._turns[namespace] = self._take_turns(indices, share, before.get(namespace, Turn()))
-                chosen += taken
+        while not chosen:  # again while all have decoded beyond their shares: no step is without branches
+            before, self._turns = self._turns, {}
+            for (namespace, indices), share in zip(self._indices.items(), shares, strict=True):
+                if share == len(indices):
+                    chosen += indices
+                else:
+                    taken, self._turns[namespace] = self._take_turns(indices, share, before.get(namespace, Turn()))
+                    chosen += taken
         return sorted(chosen)
 
     def record_start(self, namespace: str) -> None:

@@ -267,9 +267,10 @@ class Scheduler:
                 if victim is not self.running[0]:
                     self._preempt(victim)
                 elif victim.num_attached > 1 and not victim.lockstep:
-                    self._branches.suspend_last(victim)
+                    self._branches.suspend_last(victim, keep_tail=victim not in self._decode_batch.copied_requests)
                 else:
                     raise InvariantError(f"request {request.request_id} does not fit an otherwise empty pool")
+                batch.drop_unused_copies()
 
     def _grant(self, request: LiveRequest, batch: BatchBuilder, num_prefill: int) -> bool:
         """Grant tokens to all branches of a request; False, and none, if too few pages are free."""

@@ -21,7 +21,7 @@ from chatcache.errors import ContextLengthError
 from chatcache.scheduler import queue
 from chatcache.scheduler.queue import MAX_PREEMPTIONS, Start, WaitingQueue
 from chatcache.scheduler.request import LiveRequest
-from chatcache.types.events import Finished, Tokens
+from chatcache.types.events import Failed, Finished, Tokens
 from chatcache.types.plan import StepPlan, StepResult
 from chatcache.types.request import BeamSearchParams, GenerateRequest, SamplingParams, num_branches
 from tests.engine.workloads import step_and_watch
@@ -267,6 +267,26 @@ def test_beams_that_do_not_all_fit_are_refused_with_numbers() -> None:
     )
     with pytest.raises(ContextLengthError, match="in 16 branches may need 257 pages"):
         answers(64, request)
+
+
+def test_planned_copies_of_preempted_beams_leave_their_pages_to_the_first_request() -> None:
+    """It decodes in lockstep and fills the pool; without the pages that the dead copies read, it does not fit."""
+    for seed in range(12):
+        draw = random.Random(seed)
+        capacity = fake_capacity(num_pages=29, page_size=8)
+        engine = Engine(FakeRunner(capacity, 64), fake_model_info(64), EngineConfig(strict=True))
+        filling = SamplingParams(n=7, distinct=True, temperature=5.0, max_tokens=28, ignore_eos=True, seed=seed)
+        engine.add(GenerateRequest(request_id="first", prompt=(1, 2, 3, 4, 5), params=filling))
+        events = [event for _ in range(draw.randint(3, 12)) for event in engine.step()]
+        beams = BeamSearchParams(beam_width=2, max_tokens=20, ignore_eos=True)
+        engine.add(GenerateRequest(request_id="beams", prompt=tuple(draw.choices(range(1, 60), k=3)), params=beams))
+        while engine.has_work():
+            events += engine.step()
+            engine.cache.check()
+        ended = [event for event in events if isinstance(event, Finished)]
+        assert {event.request_id for event in ended} == {"first", "beams"} and not any(
+            isinstance(each, Failed) for each in events
+        ), seed
 
 
 @pytest.mark.slow

@@ -154,6 +154,13 @@ def test_lockstep_branches_decode_together_and_no_more_than_their_share() -> Non
     assert sum(len(step) - 1 for step in steps) == pytest.approx(60 * MIN_DECODE_BRANCHES, abs=40)
 
 
+def test_lockstep_branches_that_are_alone_decode_in_every_step() -> None:
+    """They wait for no share of a namespace that has just left."""
+    branches, shares = branches_of(1, 10, lockstep=True), DecodeShares(measured(0.0, 1.0))
+    run_steps(shares, branches, 1)
+    assert [len(step) for step in run_steps(shares, branches[1:], ABSENT_STEPS + 1)] == [10] * (ABSENT_STEPS + 1)
+
+
 def test_lockstep_branches_decode_with_those_outside_the_batch_and_leave_the_share_to_others() -> None:
     branches = branches_of(1, 40, lockstep=True)
     beams = branches[1].request
