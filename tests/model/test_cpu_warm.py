@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from chatcache_kernels import cpu
-from chatcache_kernels.cpu import attention, attention_prefill
+from chatcache_kernels.cpu import attention
 from chatcache_kernels.cpu.attention_decode import MAX_DECODE_QUERIES
-from chatcache_kernels.cpu.attention_prefill import prefill_attention_torch
+from chatcache_kernels.cpu.attention_prefill import prefill_attention
 
 from chatcache.model import runner as runner_module
 from tests.model.lives import make_runner
@@ -19,12 +19,11 @@ def test_warm_up_runs_a_prompt_longer_than_the_decode_kernel_takes(monkeypatch: 
     assert runner_module.WARMUP_LONG_TOKENS > MAX_DECODE_QUERIES, "of as many key heads as query heads"
     lengths: set[int] = set()
 
-    def note(q: torch.Tensor, *args: Any) -> torch.Tensor:
+    def note(q: torch.Tensor, *args: Any) -> None:
         lengths.add(len(q))
-        return prefill_attention_torch(q, *args)
+        prefill_attention(q, *args)
 
-    monkeypatch.setattr(attention_prefill, "can_use_bf16", lambda q, pages: False)
-    monkeypatch.setattr(attention, "prefill_attention_torch", note)
+    monkeypatch.setattr(attention, "prefill_attention", note)
     monkeypatch.setattr(runner_module, "WARMUP_LONG_TOKENS", 24)  # the contexts of these runner_module are short
     monkeypatch.setattr(attention, "MAX_DECODE_QUERIES", 8)
     make_runner(kernels=cpu).warm_up()

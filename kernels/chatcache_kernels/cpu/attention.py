@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..types import AttentionBatch, KVPages
-from . import attention_prefill
 from .attention_decode import (
     MAX_DECODE_QUERIES,
     PACK_DECODE_JOB,
@@ -18,7 +17,7 @@ from .attention_decode import (
     num_scratch_floats,
     register_lanes,
 )
-from .attention_prefill import prefill_attention_torch
+from .attention_prefill import can_use, prefill_attention
 from .attention_shared import attend_shared
 from .simd import KINDS
 
@@ -47,14 +46,12 @@ def paged_attention(
     max_decode_tokens = batch.max_new_tokens
     if max_decode_tokens > few:
         counts, offsets = batch.num_tokens.tolist(), batch.offsets.tolist()
-        if attention_prefill.can_use_bf16(q, pages):
-            attention_prefill.prefill_attention_bf16(
-                q, out, pages, layer, batch, few + 1, scale, window, softcap, sinks
-            )
+        if can_use(pages):
+            prefill_attention(q, out, pages, layer, batch, few + 1, scale, window, softcap, sinks)
         else:
             for row in (r for r, count in enumerate(counts) if count > few):
                 part = slice(offsets[row], offsets[row + 1])
-                out[part] = prefill_attention_torch(q[part], pages, layer, batch, row, scale, window, softcap, sinks)
+                out[part] = _attend_row(q[part], pages, layer, batch, row, scale, window, softcap, sinks)
         max_decode_tokens = max((count for count in counts if count <= few), default=0)
     if max_decode_tokens and batch.work is not None:
         attend_shared(q, out, pages, layer, batch, batch.work, scale, window, softcap, sinks)
@@ -101,3 +98,45 @@ def decode_attention(
         num_rows, max_tokens, scale, softcap or 0.0,
     )  # fmt: skip
     decode_kernel(KINDS[k.dtype], register_lanes(pages.page_size, head_dim))(job, num_threads)
+
+
+QUERY_BLOCK = 256  # queries that share one matrix of scores
+
+
+def _attend_row(
+    q: Tensor,
+    pages: KVPages,
+    layer: int,
+    batch: AttentionBatch,
+    row: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend the new tokens of one row with torch in float32, for shapes that no kernel supports.
+
+    Shapes: q [n, num_heads, head_dim], sinks [num_heads] -> [n, num_heads, head_dim]. Inside: queries [Hkv, G, n, D],
+    keys and values [Hkv, S, D].
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    start = int(batch.start[row])
+    end = start + num_tokens
+    table = batch.tables[row, : -(-end // pages.page_size)]
+    k = pages.k[layer][table].permute(1, 0, 3, 2).flatten(1, 2)[:, :end].float()
+    v = pages.v[layer][table].transpose(0, 1).flatten(1, 2)[:, :end].float()
+    queries = q.float().view(num_tokens, pages.num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    parts = []
+    for first in range(0, num_tokens, QUERY_BLOCK):
+        last = min(first + QUERY_BLOCK, num_tokens)
+        scores = torch.matmul(queries[:, :, first:last], k[:, None, : start + last].mT) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        i, j = torch.arange(start + first, start + last)[:, None], torch.arange(start + last)
+        hidden = j > i if window is None else (j > i) | (j <= i - window)
+        scores.masked_fill_(hidden, -torch.inf)
+        total = torch.logsumexp(scores, dim=-1)
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks.float().view(*total.shape[:2], 1))
+        parts.append(torch.matmul(scores.sub_(total[..., None]).exp_(), v[:, None, : start + last]))
+    return torch.cat(parts, dim=2).permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim).to(q.dtype)

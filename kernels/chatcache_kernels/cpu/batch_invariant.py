@@ -4,8 +4,7 @@ No bit of a token's result depends on other rows, their number or order, on how 
 once, or on the number of threads. Norms, the activation, the rotary embedding and page writes are batch-invariant
 anyway, since each token is computed alone. Recurrent layers and convolutions are, since each row is computed token by
 token, in one order of operations for all lengths of rows. Attention is if every row uses the decode kernel: its splits
-and tiles are at fixed positions, and masked keys add exact zeros. (torch's flash attention, which `cpu` uses for
-prefill, sums by chunk.)
+and tiles are at fixed positions, and masked keys add exact zeros. (`cpu` has another kernel for rows of many tokens.)
 
 Raises: ValueError for shapes that `cpu` would leave to torch, whose reductions depend on the batch.
 """

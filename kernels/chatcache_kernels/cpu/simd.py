@@ -118,6 +118,9 @@ def split_panel(count: int, num_rows: int = 4) -> list[tuple[range, range]]:
     return [(range(row, min(row + num_rows, count)), range(half, half + 1)) for row in starts for half in range(2)]
 
 
+# Rows, and registers of outputs, whose sums `dot_floats` keeps in registers.
+FLOAT_ROWS, FLOAT_HALVES = (8, 2) if binding.get_host_cpu_features().get("avx512f") else (4, 1)
+
 LOG2E = 1.4426950408889634
 FLOAT32, BFLOAT16, FLOAT16, INT32, INT64 = range(5)  # element kinds in memory
 
@@ -409,6 +412,55 @@ def mask_lanes(typing: Any, a: Any, first: Any, end: Any, other: Any) -> Any:
         return builder.select(inside, args[0], emit_splat(builder, args[3], a.lanes))
 
     return a(a, types.int64, types.int64, types.float32), generate
+
+
+@simd_intrinsic
+def dot_floats(
+    typing: Any, like: Any, rows: Any, halves: Any, keep: Any, x: Any, stride: Any, weights: Any, half_bytes: Any,
+    num_inputs: Any, out: Any, out_stride: Any,
+) -> Any:  # fmt: skip
+    """Multiply rows of float32 numbers with weights [num_inputs, lanes] float32; `like` gives the width.
+
+    `rows` (a literal): how many. `halves` (a literal): 1, or 2 for further weights `half_bytes` after the first ones.
+    `x`, `out`: addresses of the first rows; `stride`, `out_stride`: bytes from one row to the next. `keep` (a literal):
+    add to `out`. 4 divides num_inputs.
+    """
+    lanes, counts = like.lanes, (rows.literal_value, halves.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, _, _, _, x, stride, weights, half_bytes, num_inputs, out, out_stride = args
+        wide = vector_type(lanes)
+
+        def multiply_step(step: Any, totals: list[Any]) -> list[Any]:
+            start = builder.add(weights, builder.mul(step, ir.Constant(I64, 16 * lanes)))
+            parts = [start, builder.add(start, half_bytes)][: counts[1]]
+            inputs = [builder.add(row, builder.mul(step, ir.Constant(I64, 16))) for row in sources]
+            for i in range(4):
+                registers = [emit_load(builder, wide, part, 4 * lanes * i) for part in parts]
+                for row, source in enumerate(inputs):
+                    number = emit_splat(builder, emit_load(builder, F32, source, 4 * i), lanes)
+                    for half, register in enumerate(registers):
+                        place = row * counts[1] + half
+                        totals[place] = emit_fma(builder, register, number, totals[place])
+            return totals
+
+        sources, targets = (
+            [builder.add(base, builder.mul(step, ir.Constant(I64, row))) for row in range(counts[0])]
+            for base, step in ((x, stride), (out, out_stride))
+        )
+        places = [
+            builder.inttoptr(builder.add(each, ir.Constant(I64, 4 * lanes * half)), wide.as_pointer())
+            for each in targets
+            for half in range(counts[1])
+        ]
+        zero = emit_constant(lanes, 0.0)
+        starts = [builder.load(at, align=4, typ=wide) if keep.literal_value else zero for at in places]
+        num_steps = builder.lshr(num_inputs, ir.Constant(I64, 2))
+        for at, total in zip(places, emit_loop(builder, num_steps, starts, multiply_step), strict=True):
+            builder.store(total, at, align=4)
+        return context.get_dummy_value()
+
+    return types.void(like, rows, halves, keep, *(types.int64,) * 7), generate
 
 
 @simd_intrinsic
