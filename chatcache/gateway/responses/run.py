@@ -342,7 +342,8 @@ class LiveResponse:
             return ()
         outputs = self._writer.outputs
         reply = (message_from_item(main_output(outputs, COMPLETED)),) if outputs else ()
-        return (*self._planned.request.input, *reply)
+        has_instructions = self._planned.request.instructions is not None  # they are for this response only
+        return (*self._planned.messages[has_instructions:], *reply)
 
     async def catch_up(self) -> None:
         """Do nothing: the log has all events."""
