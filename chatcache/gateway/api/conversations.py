@@ -30,6 +30,7 @@ from chatcache.conversations.titles import TITLE, SideTasks, clean_title
 from chatcache.conversations.tree import (
     FORKED,
     INCOMPLETE,
+    MAX_EDIT_ATTEMPTS,
     Conversation,
     ConversationTree,
     Item,
@@ -180,7 +181,6 @@ def store_of(request: Request) -> ConversationStore:
     return gateway_of(request).opened_store()
 
 
-MAX_EDIT_ATTEMPTS = 100  # of a change that others overtake
 # Listing this many messages takes about a millisecond; longer conversations are listed in a thread.
 _INLINE_ITEMS = 100
 
