@@ -279,6 +279,9 @@ def deleted_meanwhile_error() -> ConversationBusyError:
     return ConversationBusyError(message)
 
 
+MAX_EDIT_ATTEMPTS = 100  # of a change that others overtake
+
+
 def changes_too_often_error() -> ConversationBusyError:
     return ConversationBusyError("the conversation changes too often for this change: try again")
 

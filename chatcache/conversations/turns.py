@@ -54,11 +54,13 @@ from chatcache.conversations.tree import (
     COMPLETED,
     IN_PROGRESS,
     INCOMPLETE,
+    MAX_EDIT_ATTEMPTS,
     Conversation,
     ConversationTree,
     Item,
     Turn,
     Usage,
+    changes_too_often_error,
     main_output,
     new_id,
 )
@@ -506,22 +508,32 @@ async def add_messages(
 ) -> tuple[Conversation, tuple[Item, ...]]:
     """Append messages to a conversation and make the last one the active leaf.
 
-    `parent_id`: the message that they follow (None: the active leaf, "root": none). Raises: NotFoundError,
-    StaleRevisionError.
+    `parent_id`: the message that they follow (None: the active leaf, which is read again if the conversation changes
+    meanwhile; "root": none). Raises: NotFoundError; StaleRevisionError for another revision than `expected_rev`;
+    ConversationBusyError.
     """
-    if parent_id is None:
-        parent_id = (await store.get(owner, conversation_id)).active_leaf
-    items = input_items(messages, None if parent_id == ROOT else parent_id, time.time())
-    conversation = await store.append(
-        owner,
-        conversation_id,
-        items,
-        active_leaf=items[-1].id,
-        title=title_of(messages),
-        expected_rev=expected_rev,
-        max_items=MAX_ITEMS,
-    )
-    return conversation, items
+    for _ in range(MAX_EDIT_ATTEMPTS):
+        parent, rev = parent_id, expected_rev
+        if parent_id is None:
+            head = await store.get(owner, conversation_id)
+            parent, rev = head.active_leaf, head.rev if expected_rev is None else expected_rev
+        items = input_items(messages, None if parent == ROOT else parent, time.time())
+        try:
+            conversation = await store.append(
+                owner,
+                conversation_id,
+                items,
+                active_leaf=items[-1].id,
+                title=title_of(messages),
+                expected_rev=rev,
+                max_items=MAX_ITEMS,
+            )
+        except StaleRevisionError:
+            if expected_rev is not None:
+                raise
+        else:
+            return conversation, items
+    raise changes_too_often_error()
 
 
 class ConversationPrompts:

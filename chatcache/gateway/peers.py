@@ -203,7 +203,6 @@ class RemoteResponse:
     ) -> None:
         self.id = response_id
         self.owner = owner
-        self.conversation_id: str | None = None
         self.log = ResponseLog(response_id, token_bytes)
         self.logged = LoggedResponse(response_id, owner, self.log, self)
         self._peers = peers
@@ -606,7 +605,7 @@ class GatewayPeers:
         """Run a command as if it came from a client of this gateway. Raises: ChatcacheError."""
         command = question.command
         await self._responses.wait_restored(question.response_id)
-        found = self._responses.find(question.owner, question.response_id)
+        found = self._responses.find(question.owner, question.response_id, deleted=True)
         if isinstance(command, Find):
             return found is not None
         if found is None:
@@ -641,16 +640,18 @@ class GatewayPeers:
         return copied
 
     def _relay(self, owner: str, conversation_id: str, conversation: Conversation | None) -> None:
+        if conversation is None:
+            self._copies.remove_conversation(owner, conversation_id)
         running = self._running_in(owner, conversation_id)
         self._publish(Changed(self._channel.name, owner, conversation_id, conversation, running))
 
     def _relay_running(self, run: Run) -> None:
-        if run.conversation_id is not None:
-            running = self._running_in(run.owner, run.conversation_id)
-            self._publish(Running(self._channel.name, run.owner, run.conversation_id, running))
+        if (conversation_id := run.log.conversation_id) is not None:
+            running = self._running_in(run.owner, conversation_id)
+            self._publish(Running(self._channel.name, run.owner, conversation_id, running))
 
     def _running_in(self, owner: str, conversation_id: str) -> list[str]:
-        return [run.id for run in self._responses.running(owner) if run.conversation_id == conversation_id]
+        return [run.id for run in self._responses.running(owner) if run.log.conversation_id == conversation_id]
 
     def _publish(self, message: Message) -> None:
         """Send a message to all gateways, soon."""
@@ -665,9 +666,9 @@ class GatewayPeers:
         self._hub.set_running(change.sender, change.owner, change.conversation_id, change.running)
         self._hub.receive(change.owner, change.conversation_id, change.conversation)
         if change.conversation is None:
-            for run in self._responses.running(change.owner):
-                if run.conversation_id == change.conversation_id:
-                    self._start_task(run.cancel())
+            self._copies.remove_conversation(change.owner, change.conversation_id)
+            for run in self._responses.remove_conversation(change.owner, change.conversation_id):
+                self._start_task(run.cancel())
 
 
 async def _run_command(run: Run, command: Cancel | CheckDrop | Drop | Steer) -> object:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
+from chatcache.conversations.prompt import Message
 from chatcache.gateway.websocket import streams
 from tests.gateway.described import Described
 from tests.gateway.frames import send, until_end
@@ -241,6 +244,52 @@ def test_unstored_response_continues_on_the_same_socket(server: ScriptedServer, 
     used = first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
     assert second["usage"]["input_tokens_details"]["cached_tokens"] >= used - 8
     assert server.request("GET", f"{RESPONSES}/{second['id']}")[0] == 404
+
+
+@pytest.mark.parametrize("place", ["previous_response_id", "conversation", "previous_item_id"])
+def test_unstored_response_after_a_stored_one_keeps_the_conversation(
+    server: ScriptedServer, socket: ClientConnection, place: str
+) -> None:
+    data = f"data:text/plain;base64,{b64encode(b'A file.' * 20).decode()}"
+    file = {"role": "user", "content": [{"type": "input_file", "filename": "a.txt", "file_data": data}]}
+    server.say(CALL)
+    stored = create(socket, input=[*CODEX["input"], file], instructions="Be brief.", store=True)
+    (call,) = stored["output"]
+    names = {"previous_response_id": stored["id"], "conversation": stored["conversation"]["id"]}
+    names["previous_item_id"] = f"msg_{call['id'].split('_')[1]}"
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+    server.say("Done.")
+    first = create(socket, **{place: names[place]}, input=[result], instructions="Be kind.")
+    history = [*CODEX["input"], file, call, result, *first["output"], {"role": "user", "content": "And?"}]
+    server.say("Well.")
+    second = create(socket, previous_response_id=first["id"], input="And?")
+    whole = ask(server, f"{RESPONSES}/input_tokens", input=history, tools=CODEX["tools"])
+    assert second["usage"]["input_tokens"] == whole["input_tokens"], "the instructions are not repeated"
+    history += [*second["output"], {"role": "user", "content": "So?"}]
+    server.say("Yes.")
+    last = create(socket, previous_response_id=second["id"], input="So?", instructions="Be kind.", store=True)
+    whole = ask(server, f"{RESPONSES}/input_tokens", input=history, tools=CODEX["tools"], instructions="Be kind.")
+    assert last["usage"]["input_tokens"] == whole["input_tokens"]
+    assert len(last["input_item_ids"]) == len(history)
+
+
+def test_unstored_messages_are_dropped_beyond_a_size_with_their_reasoning_and_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "MAX_UNSTORED_CHARS", 10_000)
+    unstored = streams.UnstoredHistories()
+
+    def record(name: str, *messages: Message) -> None:
+        run: Any = SimpleNamespace(id=name, history=messages)
+        unstored.record(run, None)
+
+    record("many", *(Message(role="user", content="a") for _ in range(30)))
+    record("few", Message(role="user", content="a"))
+    assert list(unstored) == ["many", "few"]
+    record("reasoned", Message(role="assistant", content="a", reasoning_content="b" * 5_000))
+    assert list(unstored) == ["few", "reasoned"]
+    record("long", Message(role="user", content="a" * 10_001))
+    assert not unstored
 
 
 def test_unstored_response_is_unknown_elsewhere_and_after_it_was_continued(

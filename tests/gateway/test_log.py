@@ -18,6 +18,7 @@ from chatcache.gateway.api.logprobs import PackedLogprobs
 from chatcache.gateway.limits import admission
 from chatcache.gateway.limits.admission import LoopTurns
 from chatcache.gateway.responses import log_frames
+from chatcache.gateway.responses import registry as registry_module
 from chatcache.gateway.responses.event_log import MAX_LAG_FRAMES, LogReader, ResponseLog
 from chatcache.gateway.responses.log_frames import LogFrame, has_references
 from chatcache.gateway.responses.registry import KEEP_ENDED_S, ResponseRegistry, Run
@@ -393,9 +394,9 @@ async def first_of(reader: LogReader) -> tuple[LogFrame, ...]:
 
 
 class FakeRun:
-    def __init__(self, name: str, owner: str, num_deltas: int = 10) -> None:
+    def __init__(self, name: str, owner: str, num_deltas: int = 10, conversation_id: str | None = None) -> None:
         self.id, self.owner = name, owner
-        self.log = ResponseLog(name)
+        self.log = ResponseLog(name, conversation_id=conversation_id)
         fill(self.log, num_deltas)
 
     def end_in(self, registry: ResponseRegistry, *, keep: bool = True) -> None:
@@ -403,8 +404,10 @@ class FakeRun:
         registry.end(self.id, keep=keep)
 
 
-def begun(registry: ResponseRegistry, name: str, owner: str = "a", num_deltas: int = 10) -> FakeRun:
-    fake = FakeRun(name, owner, num_deltas)
+def begun(
+    registry: ResponseRegistry, name: str, owner: str = "a", num_deltas: int = 10, conversation_id: str | None = None
+) -> FakeRun:
+    fake = FakeRun(name, owner, num_deltas, conversation_id)
     run: Run = fake  # type: ignore[assignment]
     registry.add(run)
     return fake
@@ -431,6 +434,35 @@ def test_registry_checks_owner_and_evicts_by_age_and_bytes() -> None:
         assert registry.find("a", "r1") is None and registry.find("b", "r2") is not None
         registry.remove("r2")
         assert registry.find("b", "r2") is None and registry.num_ended_bytes == 0
+
+    run(work())
+
+
+def test_registry_removes_the_logs_of_a_deleted_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "_DELETED_S", 0.02)
+
+    async def work() -> None:
+        registry = ResponseRegistry()
+        ended, running = (begun(registry, name, conversation_id="conv") for name in ("ended", "running"))
+        others = {"b": begun(registry, "r1", "b", conversation_id="conv")}
+        others["a"] = begun(registry, "r2", "a", conversation_id="conv_2")
+        ended.end_in(registry)
+        others["b"].end_in(registry)
+        (cancelled,) = registry.remove_conversation("a", "conv")
+        assert cancelled.id == "running" and registry.find("a", "ended", deleted=True) is None
+        assert registry.get("a", "running").run is not None, "its readers have not read its end yet"
+        running.end_in(registry)
+        assert registry.find("a", "running") is None
+        assert registry.find("a", "running", deleted=True) is not None, "another gateway may have to read its end"
+        assert registry.remove_conversation("a", "conv") == ()
+        assert registry.find("a", "running", deleted=True) is not None
+        for owner, other in others.items():
+            assert registry.find(owner, other.id) is not None
+            other.end_in(registry)
+        await asyncio.sleep(0.05)
+        assert registry.find("a", "running", deleted=True) is None
+        kept = [registry.get(owner, other.id).num_bytes for owner, other in others.items()]
+        assert registry.num_ended_bytes == sum(kept)
 
     run(work())
 

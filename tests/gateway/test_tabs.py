@@ -16,6 +16,7 @@ from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
 from chatcache.conversations.tree import plan_response_deletion
+from chatcache.gateway.responses.run import LiveResponse
 from tests.gateway.described import Described
 from tests.gateway.serving import Server, slowed, wait_until
 from tests.gateway.test_rest import converse
@@ -217,7 +218,53 @@ def test_deleting_a_conversation_ends_what_is_said_in_it(server: Server) -> None
             socket.recv(timeout=0.2)
     assert server.request("GET", f"/v1/conversations/{conversation}")[0] == 404
     assert server.request("DELETE", f"/v1/conversations/{conversation}")[0] == 404
-    assert server.request("GET", f"/v1/responses/{terminal[-1]['response']['id']}")[0] in (200, 404)
+    assert server.request("GET", f"/v1/responses/{terminal[-1]['response']['id']}")[0] == 404
+
+
+def test_response_of_a_deleted_conversation_is_not_found(server: Server) -> None:
+    response, other = converse(server, "A secret"), converse(server, "Another one")
+    path = f"/v1/responses/{response['id']}"
+    assert server.request("GET", path)[2]["output"] == response["output"]
+    assert server.request("DELETE", f"/v1/conversations/{response['conversation']['id']}")[0] == 200
+    for refused in (
+        server.request("GET", path),
+        server.request("GET", f"{path}?stream=true"),
+        server.request("POST", f"{path}/cancel"),
+        server.request("DELETE", path),
+        server.post("/v1/responses", input="x", previous_response_id=response["id"]),
+    ):
+        assert refused[0] == 404, refused
+    with connect(f"ws://127.0.0.1:{server.port}/v1/responses", subprotocols=[Subprotocol("chatcache.v1")]) as socket:
+        assert json.loads(socket.recv())["type"] == "session.created"
+        socket.send(json.dumps({"type": "response.resume", "response_id": response["id"]}))
+        assert json.loads(socket.recv())["error"]["code"] == "not_found"
+    assert server.request("GET", f"/v1/responses/{other['id']}")[2]["output"] == other["output"]
+
+
+def test_response_is_not_found_when_its_conversation_is_deleted_with_another_response(server: Server) -> None:
+    first = converse(server, "Hello")
+    second = converse(server, "A secret", previous_response_id=first["id"])
+    path = f"/v1/conversations/{first['conversation']['id']}"
+    for item in server.request("GET", f"{path}/items?branches=all")[2]["data"]:
+        assert server.request("DELETE", f"{path}/items/{item['id']}")[0] == 200
+    assert server.request("DELETE", f"/v1/responses/{first['id']}")[0] == 200
+    assert server.request("GET", path)[0] == 404
+    assert server.request("GET", f"/v1/responses/{second['id']}")[0] == 404
+
+
+def test_response_that_starts_in_a_deleted_conversation_is_not_found_after_its_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The conversation is deleted after the input was stored, and before the response counts as running."""
+
+    async def delete_conversation(run: LiveResponse) -> bool:
+        await server.gateway.opened_store().delete("", run.log.conversation_id or "")
+        return True
+
+    monkeypatch.setattr(LiveResponse, "save_record", delete_conversation)
+    response = server.post("/v1/responses", input="A secret", max_output_tokens=4)[2]
+    assert response["status"] == "failed"
+    assert server.request("GET", f"/v1/responses/{response['id']}")[0] == 404
 
 
 def test_subscriber_after_last_response_receives_empty_running_list(server: Server) -> None:

@@ -355,6 +355,35 @@ def test_deleting_a_conversation_through_the_other_gateway_cancels_its_response(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("deletes", ["owner", "other"])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_response_of_a_deleted_conversation_is_found_on_no_gateway(
+    pair: tuple[Server, Server], deletes: str, has_ended: bool
+) -> None:
+    """Each gateway has its log. Streams of a running one end alike, also if the other gateway reads the end late."""
+    owner, other = pair
+    response_id = begin(owner)
+    path = f"/v1/responses/{response_id}"
+    if has_ended:
+        hurry(owner)
+    conversation = f"/v1/conversations/{owner.request('GET', path)[2]['conversation']['id']}"
+    with streamed(other, response_id) as events, streamed(owner, response_id) as same:
+        assert next(events).type == next(same).type == "response.created"
+        if has_ended:
+            assert [event.sequence_number for event in events] == [event.sequence_number for event in same]
+            assert other.request("GET", path)[2] == owner.request("GET", path)[2]
+        with contextlib.nullcontext() if has_ended else lagging_copy(other, response_id):
+            assert (owner if deletes == "owner" else other).request("DELETE", conversation)[0] == 200
+            wait_until(lambda: not owner.gateway.responses.running(), "it does not run any more")
+        if not has_ended:
+            assert [event.to_json() for event in events] == (seen := [event.to_json() for event in same])
+            assert '"response.failed"' in seen[-1]
+    for server in pair:
+        wait_until(lambda server=server: server.request("GET", path)[0] == 404, "its log is not found")  # type: ignore[misc]
+        assert server.request("GET", f"{path}?stream=true")[0] == 404
+
+
+@pytest.mark.slow
 def test_response_of_another_owner_is_not_found(store: RedisServer) -> None:
     with server_on(store, api_keys=("one", "two")) as first, server_on(store, api_keys=("one", "two")) as second:
         first.wait_ready(), second.wait_ready()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
 from chatcache.conversations.fork_points import TurnRequest
-from chatcache.conversations.prompt import Prompt
+from chatcache.conversations.prompt import Message, Prompt
 from chatcache.conversations.search import SearchQuery
 from chatcache.conversations.store import ConversationStore, StaleRevisionError, encode_cursor
 from chatcache.conversations.tree import (
     COMPLETED,
+    MAX_EDIT_ATTEMPTS,
     Conversation,
     ConversationBusyError,
     Item,
@@ -22,7 +24,7 @@ from chatcache.conversations.tree import (
     plan_message_deletion,
     plan_response_deletion,
 )
-from chatcache.conversations.turns import PlannedTurn, TurnService
+from chatcache.conversations.turns import PlannedTurn, TurnService, add_messages
 from chatcache.errors import NotFoundError
 from tests.gateway.serving import tiny_tokenizer
 from tests.transfer.test_importer import tokenizer
@@ -103,6 +105,51 @@ async def test_concurrent_edits_give_one_history_by_rev(store: ConversationStore
     assert conflicts > 10 and len(log) > 10
     hits = await store.search("me", SearchQuery.parse("words of"), 5)
     assert bool(hits) == bool(plain.parents)
+
+
+async def test_messages_appended_concurrently_follow_each_other(store: ConversationStore) -> None:
+    await store.create(Conversation("conv", "me", 1.0, 1.0))
+    texts = [f"m{number}" for number in range(24)]
+
+    def add(text: str, parent_id: str | None = None) -> Awaitable[tuple[Conversation, tuple[Item, ...]]]:
+        pair: list[Message] = [{"role": "user", "content": text}, {"role": "user", "content": f"after {text}"}]
+        return add_messages(store, "me", "conv", pair, parent_id)
+
+    await asyncio.gather(*map(add, texts))
+    tree = await store.load("me", "conv")
+    path = [item.text for item in tree.path(tree.conversation.active_leaf)]
+    assert sorted(path[::2]) == sorted(texts) and path[1::2] == [f"after {text}" for text in path[::2]]
+    await asyncio.gather(*(add(text, parent_id="root") for text in texts))
+    tree = await store.load("me", "conv")
+    assert sum(item.parent_id is None for item in tree.items.values()) == 1 + len(texts), "the client named the place"
+
+
+async def test_append_that_others_always_overtake_is_refused_as_busy(store: ConversationStore) -> None:
+    await store.create(Conversation("conv", "me", 1.0, 1.0))
+    message: Message = {"role": "user", "content": "x"}
+    num_reads = 0
+
+    class Overtaking:
+        """A store in which another client is always slightly faster."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+        async def get(self, owner: str, conversation_id: str) -> Conversation:
+            nonlocal num_reads
+            num_reads += 1
+            head = await store.get(owner, conversation_id)
+            await store.update(owner, conversation_id, title=f"title {num_reads}")
+            return head
+
+    overtaking: Any = Overtaking()
+    with pytest.raises(ConversationBusyError):
+        await add_messages(overtaking, "me", "conv", [message])
+    assert num_reads == MAX_EDIT_ATTEMPTS
+    with pytest.raises(StaleRevisionError):
+        await add_messages(overtaking, "me", "conv", [message], expected_rev=num_reads)
+    assert num_reads == MAX_EDIT_ATTEMPTS + 1, "a client that names a revision decides itself"
+    assert not (await store.load("me", "conv")).items
 
 
 async def test_complete_keeps_a_leaf_that_is_moved_concurrently(store: ConversationStore) -> None:

@@ -30,6 +30,7 @@ from chatcache.conversations.titles import TITLE, SideTasks, clean_title
 from chatcache.conversations.tree import (
     FORKED,
     INCOMPLETE,
+    MAX_EDIT_ATTEMPTS,
     Conversation,
     ConversationTree,
     Item,
@@ -159,8 +160,8 @@ async def delete_conversation(request: Request) -> Response:
     """DELETE /v1/conversations/{id}: delete it and cancel its running responses."""
     gateway, owner, conversation_id = gateway_of(request), owner_of(request), request.path_params["id"]
     await store_of(request).delete(owner, conversation_id, expected_rev=parse_rev(request))
+    runs = gateway.responses.remove_conversation(owner, conversation_id)
     gateway.hub.publish_deletion(owner, conversation_id)
-    runs = [run for run in gateway.responses.running(owner) if run.conversation_id == conversation_id]
     await asyncio.gather(*(run.cancel() for run in runs))
     return json_response(schemas.Deleted(conversation_id, "conversation.deleted", deleted=True))
 
@@ -180,7 +181,6 @@ def store_of(request: Request) -> ConversationStore:
     return gateway_of(request).opened_store()
 
 
-MAX_EDIT_ATTEMPTS = 100  # of a change that others overtake
 # Listing this many messages takes about a millisecond; longer conversations are listed in a thread.
 _INLINE_ITEMS = 100
 

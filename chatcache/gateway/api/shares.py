@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from chatcache.conversations.store import StaleRevisionError
-from chatcache.conversations.tree import SHARE_KEY, Conversation, changes_too_often_error
+from chatcache.conversations.tree import MAX_EDIT_ATTEMPTS, SHARE_KEY, Conversation, changes_too_often_error
 from chatcache.errors import InvalidRequestError, NotFoundError
-from chatcache.gateway.api.conversations import MAX_EDIT_ATTEMPTS, parse_rev, store_of
+from chatcache.gateway.api.conversations import parse_rev, store_of
 from chatcache.gateway.auth.principal import owner_of
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import json_response

@@ -194,18 +194,20 @@ class LogCopy(msgspec.Struct, array_like=True):
     is_unsaved: bool
     num_frames: int  # of the whole log so far
     successor: str | None = None
+    conversation_id: str | None = None
 
 
 class ResponseLog:
     """The frames of one response in order. Belongs to one event loop.
 
     Numbered frames have `sequence_number` 0, 1, 2, ... without gaps; unnumbered ones are for `chatcache.v1` only.
-    `token_bytes`: of each token, for log-probabilities. `on_reader_count` is called with the number of readers whenever
-    it changes.
+    `token_bytes`: of each token, for log-probabilities. `conversation_id`: None for a response that is not stored.
+    `on_reader_count` is called with the number of readers whenever it changes.
     """
 
-    def __init__(self, response_id: str, token_bytes: Sequence[bytes] = ()) -> None:
+    def __init__(self, response_id: str, token_bytes: Sequence[bytes] = (), conversation_id: str | None = None) -> None:
         self.response_id = response_id
+        self.conversation_id = conversation_id
         self.is_closed = False
         self.is_unsaved = False  # the response ended, but the store does not have it yet
         self.num_readers = 0
@@ -270,12 +272,14 @@ class ResponseLog:
             is_closed=is_last,
             is_unsaved=self.is_unsaved,
             num_frames=self._frames.num_frames,
+            conversation_id=self.conversation_id,
         )
 
     def append_copy(self, copied: LogCopy) -> None:
         """Add frames of a log in another process. Raises: ValueError if they are not the next ones."""
         if copied.position != self._frames.num_frames:
             raise ValueError(f"frames from {copied.position}, not from {self._frames.num_frames}")
+        self.conversation_id = copied.conversation_id
         for candidate, entries in copied.logprobs:
             self.logprobs.append_copy(candidate, entries)
         for kind, number, data in copied.frames:

@@ -402,6 +402,7 @@ async def _delete_response(
             remaining = await store.list_items(owner, conversation_id, ItemQuery(all_branches=True, limit=1))
             if not remaining.items:
                 await store.delete(owner, conversation_id, expected_rev=remaining.conversation.rev)
+                gateway.responses.remove_conversation(owner, conversation_id)
                 gateway.hub.publish_deletion(owner, conversation_id)
                 return
         except StaleRevisionError:

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 KEEP_ENDED_S = 15 * 60.0
 MAX_ENDED_BYTES = 32 * 1024 * 1024
+_DELETED_S = 5.0  # for other gateways to read the end of a response whose conversation was deleted
 _RESTORE_S = 8.0  # for a response that was taken over to have the events that it had before
 
 
@@ -34,7 +35,6 @@ class Run(Protocol):
 
     id: str
     owner: str
-    conversation_id: str | None  # None for a response that is not stored
     log: ResponseLog
     task: asyncio.Task[None]
 
@@ -103,7 +103,7 @@ class LoggedResponse:
     """A running or recently ended response and its event log.
 
     `run`: None once the response has ended. `successor`: the id of the response that continues it. `steers`: steering
-    input that waits for a successor.
+    input that waits for a successor. `is_deleted`: its conversation was deleted while it ran.
     """
 
     id: str
@@ -113,6 +113,7 @@ class LoggedResponse:
     ended_s: float = 0.0
     successor: str | None = None
     steers: tuple[Steer, ...] = ()
+    is_deleted: bool = False
 
     async def catch_up(self, number: int | None = None) -> None:
         """Have all events so far in the log, unless it has that of this number already.
@@ -169,7 +170,10 @@ class ResponseRegistry:
                     await restored.wait()
 
     def end(self, response_id: str, *, keep: bool) -> None:
-        """Record that a response ended and its log is closed. `keep`: it stays readable for a while."""
+        """Record that a response ended and its log is closed.
+
+        `keep`: it stays readable for a while; for other gateways only, and for `_DELETED_S`, if it is deleted.
+        """
         self.end_restoring(response_id)
         found = self._live.pop(response_id, None)
         if found is None:
@@ -181,13 +185,20 @@ class ResponseRegistry:
             self._ended[response_id] = found
             self._sizes[response_id] = found.num_bytes
             self._ended_bytes += found.num_bytes
+            if found.is_deleted:
+                asyncio.get_running_loop().call_later(_DELETED_S, self.remove, response_id)
         self._evict()
 
-    def find(self, owner: str, response_id: str) -> LoggedResponse | None:
-        """Return a running or recently ended response of this owner."""
+    def find(self, owner: str, response_id: str, *, deleted: bool = False) -> LoggedResponse | None:
+        """Return a running or recently ended response of this owner.
+
+        `deleted`: also one that ended because its conversation was deleted.
+        """
         self._evict()
         found = self._live.get(response_id) or self._ended.get(response_id)
-        return found if found is not None and found.owner == owner else None
+        if found is None or found.owner != owner or (found.is_deleted and found.run is None and not deleted):
+            return None
+        return found
 
     def get(self, owner: str, response_id: str, param: str = "response_id") -> LoggedResponse:
         """Return a running or recently ended response of this owner. Raises: NotFoundError."""
@@ -205,6 +216,22 @@ class ResponseRegistry:
         """Remove the log of an ended response that was deleted."""
         if self._ended.pop(response_id, None) is not None:
             self._ended_bytes -= self._sizes.pop(response_id)
+
+    def remove_conversation(self, owner: str, conversation_id: str) -> tuple[Run, ...]:
+        """Remove the logs of a deleted conversation, also those of its running responses when they end.
+
+        Returns the running ones, which the caller cancels.
+        """
+        members = [
+            each
+            for each in (*self._live.values(), *self._ended.values())
+            if each.owner == owner and each.log.conversation_id == conversation_id
+        ]
+        for each in members:
+            if each.run is None and not each.is_deleted:
+                self.remove(each.id)
+            each.is_deleted = True
+        return tuple(each.run for each in members if each.run is not None)
 
     def _evict(self) -> None:
         oldest_s = self._clock() - KEEP_ENDED_S

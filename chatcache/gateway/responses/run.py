@@ -258,8 +258,8 @@ class LiveResponse:
         self.id = planned.turn.id
         self.owner = planned.request.owner
         self.ignored = tuple(cast(Sequence[str], planned.turn.echo.get("ignored", ())))
-        self.conversation_id = conversation.id if conversation is not None else None
-        self.log = ResponseLog(self.id, model.tokenizer.token_bytes)
+        conversation_id = conversation.id if conversation is not None else None
+        self.log = ResponseLog(self.id, model.tokenizer.token_bytes, conversation_id)
         self._gateway = gateway
         self._model = model
         self._planned = planned
@@ -342,7 +342,8 @@ class LiveResponse:
             return ()
         outputs = self._writer.outputs
         reply = (message_from_item(main_output(outputs, COMPLETED)),) if outputs else ()
-        return (*self._planned.request.input, *reply)
+        has_instructions = self._planned.request.instructions is not None  # they are for this response only
+        return (*self._planned.messages[has_instructions:], *reply)
 
     async def catch_up(self) -> None:
         """Do nothing: the log has all events."""
@@ -644,8 +645,11 @@ class LiveResponse:
         """Store the failure, if the store accepts it: the store may be the cause."""
         try:
             await self._store(FAILED, None)
-        except (NotFoundError, ResponseElsewhereError):
-            log.info("%s: its conversation was deleted while it ran, or another gateway has ended it", self.id)
+        except NotFoundError:
+            log.info("%s: its conversation was deleted while it ran", self.id)
+            self.logged.is_deleted = True
+        except ResponseElsewhereError:
+            log.info("%s: another gateway has ended it", self.id)
         except Exception:
             log.exception("%s: could not store its failure", self.id)
             self._give_up()

@@ -471,7 +471,7 @@ class Connection:
 
     def _running_everywhere(self) -> list[Mapping[str, str]]:
         """Return the owner's running responses in conversations, those of other gateways last."""
-        here = [(run.conversation_id, run.id) for run in self._gateway.responses.running(self._owner)]
+        here = [(run.log.conversation_id, run.id) for run in self._gateway.responses.running(self._owner)]
         found = [*here, *self._gateway.hub.running_elsewhere(self._owner)]
         return [
             {"response_id": response_id, "conversation_id": conversation_id}
@@ -482,7 +482,7 @@ class Connection:
     def _running_in(self, conversation_id: str) -> list[str]:
         """Return the ids of running responses in a conversation."""
         running = self._gateway.responses.running(self._owner)
-        here = [run.id for run in running if run.conversation_id == conversation_id]
+        here = [run.id for run in running if run.log.conversation_id == conversation_id]
         return here + [found for _, found in self._gateway.hub.running_elsewhere(self._owner, conversation_id)]
 
 

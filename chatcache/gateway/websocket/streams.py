@@ -46,7 +46,7 @@ _MAX_ENDED = 256
 _RESUME_WAIT_S = 1.0  # for a response to be found, before the connection handles further messages
 _MAX_UNACKED_S = 30.0
 MAX_UNSTORED_CHARS = 8 << 20
-
+_MESSAGE_OVERHEAD = 256  # in characters: Python objects of a message
 MAX_QUEUED_BYTES = 4 << 20  # of all streams of one WebSocket
 
 StreamId = str | None
@@ -76,10 +76,10 @@ class UnstoredHistories(dict[str, tuple[Message, ...]]):
 
     def record(self, run: LiveResponse, continued: object) -> None:
         """Record a response that has ended, and remove the one that it `continued`."""
-        if run.history:
+        if history := run.history:
             if isinstance(continued, str):
                 self.pop(continued, None)
-            self[run.id] = run.history
+            self[run.id] = history
             sizes = {name: _num_chars(messages) for name, messages in self.items()}
             total = sum(sizes.values())
             for name, num_chars in sizes.items():
@@ -89,8 +89,14 @@ class UnstoredHistories(dict[str, tuple[Message, ...]]):
 
 
 def _num_chars(messages: Sequence[Message]) -> int:
-    """Return the approximate size of messages, with their calls."""
-    return sum(len(each["content"]) + len(str(each.get("tool_calls", ""))) for each in messages)
+    """Return the approximate size of messages, with their calls and reasoning."""
+    return sum(
+        len(each["content"])
+        + len(each.get("reasoning_content", ""))
+        + len(str(each.get("tool_calls", "")))
+        + _MESSAGE_OVERHEAD
+        for each in messages
+    )
 
 
 class StreamMultiplexer:
