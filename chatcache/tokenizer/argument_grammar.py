@@ -19,9 +19,9 @@ from typing import Any
 
 from chatcache.tokenizer.argument_readers import resolve, types_of
 from chatcache.tokenizer.tool_formats import WHITESPACE, LiteralArguments, TaggedArguments
+from chatcache.types.json_schema import DEFAULT_OPTIONS, OPTIONS
 
-_SINGLE_SPACE = {"whitespace_pattern": " "}  # at most one space: otherwise some models emit newlines without end
-_DEFINITIONS = ("$defs", "definitions")
+_OF_WHOLE = ("$defs", "definitions", OPTIONS)  # keywords that concern all parts of a schema
 _KEY = r"/[A-Za-z0-9_.\-]+/"
 MAX_SCHEMA_DEPTH = 16
 MAX_ENUM_VALUES = 256
@@ -29,7 +29,7 @@ _NUMBERS = {"integer": r"/-?(0|[1-9][0-9]*)/", "number": r"/-?(0|[1-9][0-9]*)(\.
 
 
 def json_rule(schema: str) -> str:
-    return "%json " + json.dumps({"x-guidance": _SINGLE_SPACE, **json.loads(schema)}, ensure_ascii=False)
+    return "%json " + json.dumps({OPTIONS: DEFAULT_OPTIONS, **json.loads(schema)}, ensure_ascii=False)
 
 
 def quoted(text: str) -> str:
@@ -72,7 +72,7 @@ class MarkRules:
 
 def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     """Return a part of a schema as a schema of its own."""
-    return json.dumps({**{word: root[word] for word in _DEFINITIONS if word in root}, **schema})
+    return json.dumps({**{word: root[word] for word in _OF_WHOLE if word in root}, **schema})
 
 
 def _properties(root: Mapping[str, Any]) -> list[tuple[str, Any, bool]] | None:

@@ -19,7 +19,7 @@ from chatcache.tokenizer.harmony import HARMONY_REASONING
 from chatcache.tokenizer.reply_format import ReplyFormat
 from chatcache.tokenizer.template_probes import ID_SLOT
 from chatcache.tokenizer.tool_formats import WHITESPACE, LiteralArguments, TaggedArguments, ToolCallSyntax
-from chatcache.types.json_schema import close_objects
+from chatcache.types.json_schema import is_relaxed_schema, relax_schema, simplify_schema
 
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -62,8 +62,8 @@ def build_tool_grammar(choice: ToolChoice, form: ReplyFormat, special: Mapping[s
     `special`: ids of those markers that are special tokens.
     Raises: ValueError if the format has no tool calls.
     """
-    functions = tuple(replace(callee, schema=_closed(callee.schema)) for callee in choice.functions)
-    choice = replace(choice, functions=functions, answer=_closed(choice.answer))
+    functions = tuple(replace(callee, schema=_simplified(callee.schema)) for callee in choice.functions)
+    choice = replace(choice, functions=functions, answer=_simplified(choice.answer))
     if form.is_harmony:
         return "\n".join(_harmony_rules(choice, form, MarkRules(special), prompt_end))
     thought = _reasoning_rules(form, MarkRules(special), prompt_end)
@@ -75,11 +75,11 @@ def build_tool_grammar(choice: ToolChoice, form: ReplyFormat, special: Mapping[s
     return "\n".join([*start, *_CallRules(choice, form.syntax, MarkRules(special)).lines()])
 
 
-def _closed(schema: str) -> str:
+def _simplified(schema: str) -> str:
     if not schema:
         return ""
     parsed = json.loads(schema)
-    close_objects(parsed)
+    simplify_schema(parsed)
     return json.dumps(parsed, ensure_ascii=False)
 
 
@@ -167,16 +167,21 @@ class _CallRules:
         Both are JSON objects and start with a brace, so they are alternatives of one schema.
         """
         key = json.loads(self._syntax.object_middle.strip(", :"))
+        arguments = [json.loads(callee.schema or _ANY_OBJECT) for callee in self._choice.functions]
+        answer = json.loads(self._choice.answer)
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": callee.name}, key: json.loads(callee.schema or _ANY_OBJECT)},
+                "properties": {"name": {"const": callee.name}, key: schema},
                 "required": ["name", key],
                 "additionalProperties": False,
             }
-            for callee in self._choice.functions
+            for callee, schema in zip(self._choice.functions, arguments, strict=True)
         ]
-        return json_rule(json.dumps({"anyOf": [*calls, json.loads(self._choice.answer)]}))
+        either: dict[str, object] = {"anyOf": [*calls, answer]}
+        if any(map(is_relaxed_schema, (*arguments, answer))):
+            either = relax_schema(either)
+        return json_rule(json.dumps(either))
 
     def _opened(self) -> str:
         """Return the grammar expression for the calls, after the marker of the first one."""

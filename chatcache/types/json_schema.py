@@ -1,10 +1,20 @@
-"""JSON schemas as constraints: where the listed keys of an object are all of its keys."""
+"""JSON schemas as constraints: what is enforced of them, and where the listed keys of an object are all of its keys.
+
+`x-guidance` is llguidance's own keyword of a whole schema: its options.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+OPTIONS = "x-guidance"
+DEFAULT_OPTIONS = {"whitespace_pattern": " "}  # at most one space: otherwise some models emit newlines without end
+# Formats that are enforced. The others are annotations, as JSON Schema allows.
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
+_UNSUPPORTED_PATTERN = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[bB1-9]")  # look-around, references to groups
 # Keywords next to which `properties` is no complete list of the keys.
 _OPENING = {
     "additionalProperties",
@@ -37,6 +47,52 @@ _CONDITIONS = (
     "patternProperties",
     "unevaluatedProperties",
 )
+_MAPPINGS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+
+
+def relax_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a schema whose keywords that cannot be enforced are ignored instead of an error."""
+    options = schema.get(OPTIONS, DEFAULT_OPTIONS)
+    return {**schema, OPTIONS: {"lenient": True, **options}} if isinstance(options, dict) else dict(schema)
+
+
+def is_relaxed_schema(schema: Any) -> bool:
+    options = schema.get(OPTIONS) if isinstance(schema, dict) else None
+    return isinstance(options, dict) and options.get("lenient") is True
+
+
+def simplify_schema(root: Any) -> None:
+    """Remove the keywords without a meaning from a parsed JSON schema, then close its objects.
+
+    These are: null in place of a keyword's value, `propertyNames` of any string, a `format` that is not enforced, and
+    in a relaxed schema the patterns that no grammar can enforce.
+    """
+    is_relaxed = is_relaxed_schema(root)
+    stack: list[Any] = [root]
+    while stack:
+        schema = stack.pop()
+        if isinstance(schema, list):
+            stack += schema
+        if not isinstance(schema, dict):
+            continue
+        for word, value in list(schema.items()):
+            if _is_meaningless(word, value, is_relaxed=is_relaxed):
+                del schema[word]
+            elif word in _MAPPINGS:
+                stack += value.values() if isinstance(value, dict) else ()
+            elif word in _NESTED or word in _CONDITIONS or word == "propertyNames":
+                stack.append(value)
+    close_objects(root)
+
+
+def _is_meaningless(word: str, value: Any, *, is_relaxed: bool) -> bool:
+    if value is None:
+        return word not in ("const", "default")
+    if word == "propertyNames":
+        return bool(value == {"type": "string"})
+    if word == "format":
+        return isinstance(value, str) and value not in FORMATS
+    return word == "pattern" and is_relaxed and isinstance(value, str) and bool(_UNSUPPORTED_PATTERN.search(value))
 
 
 def close_objects(root: Any) -> None:
@@ -70,7 +126,7 @@ def close_objects(root: Any) -> None:
             stack.append((target, is_shared))
         for word, nested in schema.items():
             if word in _NESTED or word in _CONDITIONS:
-                is_mapping = word in ("properties", "patternProperties", "dependentSchemas")
+                is_mapping = word in _MAPPINGS
                 inner = list(nested.values()) if is_mapping and isinstance(nested, dict) else nested
                 stack.append((inner, is_shared or word in _CONDITIONS))
     for number, schema in closed.items():

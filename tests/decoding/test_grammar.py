@@ -18,7 +18,7 @@ from chatcache.decoding.grammar.state import Constraint
 from chatcache.decoding.stopping import StopRules
 from chatcache.errors import InvalidRequestError
 from chatcache.types.actions import Candidates
-from chatcache.types.json_schema import close_objects
+from chatcache.types.json_schema import FORMATS, close_objects, relax_schema, simplify_schema
 from chatcache.types.request import SamplingParams, StructuredOutputs
 from tests.decoding.decode_driver import Run, TableModel, log_softmax, run
 from tests.decoding.toy_vocab import CONTROL, EOS, PIECES, PROMPT, VOCAB_SIZE, compiled, strategy_of, text_of
@@ -215,6 +215,65 @@ def test_closing_objects_makes_no_schema_unsatisfiable(schema: Any, x: Any, y: A
 
 def is_compilable(schema: Any) -> bool:
     return not llguidance.LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}", None)
+
+
+def simplified(schema: Any) -> Any:
+    parsed = json.loads(json.dumps(schema))
+    simplify_schema(parsed)
+    return parsed
+
+
+NULLS = {"type": "object", "properties": None, "required": None, "enum": None, "additionalProperties": None}
+NAMES = {"propertyNames": {"type": "string"}, "format": {"type": "string"}}
+VALUE = {"format": "path", "propertyNames": {"type": "string"}, "enum": None}
+LOOK_AHEAD = {"type": "string", "pattern": "^(?!x)"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (NULLS, {"type": "object"}),
+        (
+            {"anyOf": [NULLS], "$defs": {"a": NULLS}},
+            {"anyOf": [{"type": "object"}], "$defs": {"a": {"type": "object"}}},
+        ),
+        ({"type": "object", **NAMES, "format": "x"}, {"type": "object"}),
+        ({"propertyNames": {"enum": ["a"], "format": "x"}}, {"propertyNames": {"enum": ["a"]}}),
+        ({"properties": NAMES}, {"properties": NAMES, "additionalProperties": False}),
+        ({"$defs": NAMES}, {"$defs": NAMES}),
+        ({"type": "string", "format": "path"}, {"type": "string"}),
+        ({"items": {"type": "integer", "format": "int64"}}, {"items": {"type": "integer"}}),
+        ({"type": "string", "format": "uuid"}, {"type": "string", "format": "uuid"}),
+        ({"const": None}, {"const": None}),
+        *(({word: [VALUE]}, {word: [VALUE]}) for word in ("enum", "examples")),
+        *(({word: VALUE}, {word: VALUE}) for word in ("const", "default")),
+        (LOOK_AHEAD, LOOK_AHEAD),
+        ({"items": LOOK_AHEAD, **relax_schema({})}, {"items": {"type": "string"}, **relax_schema({})}),
+        ({"pattern": r"^\\bird$", **relax_schema({})}, {"pattern": r"^\\bird$", **relax_schema({})}),
+        (True, True),
+    ],
+    ids=lambda schema: json.dumps(schema)[:40],
+)
+def test_keywords_without_a_meaning_are_removed_and_values_kept(schema: Any, expected: Any) -> None:
+    assert simplified(schema) == expected
+
+
+def test_formats_are_those_that_the_library_enforces() -> None:
+    known = {"idn-email", "idn-hostname", "uri-reference", "iri", "regex", "json-pointer", "base64", "path"} | FORMATS
+    assert {name for name in known if is_compilable({"type": "string", "format": name})} == FORMATS
+
+
+UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+
+
+@pytest.mark.parametrize(
+    "schema", [UNIQUE, {"not": {"type": "string"}}, LOOK_AHEAD, {"type": "string", "pattern": r"\b"}]
+)
+def test_relaxed_schema_compiles_without_what_cannot_be_enforced(schema: Any) -> None:
+    assert not is_compilable(simplified(schema))
+    assert is_compilable(simplified(relax_schema(schema)))
+    own = {"whitespace_pattern": ""}
+    assert relax_schema({**schema, "x-guidance": own})["x-guidance"] == {"lenient": True, **own}
 
 
 def test_json_schema_allows_the_listed_keys_only() -> None:

@@ -124,6 +124,51 @@ def test_response_cut_off_by_a_dead_end_reports_it_as_the_reason(server: Server,
     assert limited["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
+LOOSE = {
+    "type": "object",
+    "properties": {
+        "tags": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3, "uniqueItems": True},
+        "path": {"type": "string", "format": "path", "enum": ["/a"]},
+        "env": {
+            "type": "object",
+            "propertyNames": {"type": "string"},
+            "additionalProperties": None,
+            "maxProperties": 0,
+        },
+    },
+    "required": ["tags", "path"],
+}
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_schema_with_a_keyword_that_cannot_be_enforced_is_refused_only_if_strict(
+    server: Server, strict: bool | None
+) -> None:
+    named = {"name": "x", "schema": LOOSE, "strict": strict}
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": USER, "response_format": {"type": "json_schema", "json_schema": named}},
+        COMPLETIONS: {"prompt": "Say", "response_format": {"type": "json_schema", "json_schema": named}},
+        "/v1/responses": {"input": "Say", "text": {"format": {"type": "json_schema", **named}}},
+    }
+    for path, body in bodies.items():
+        status, _, answer = server.post(path, **body)
+        if strict:
+            assert (status, answer["error"]["code"]) == (400, "invalid_constraint"), answer
+            assert "uniqueItems" in answer["error"]["message"]
+        else:
+            assert status == 200, answer
+    del named["schema"]
+    exact = {"path": LOOSE["properties"]["path"], "env": LOOSE["properties"]["env"]}  # type: ignore[index]
+    named["schema"] = {"type": "object", "properties": exact, "required": ["path"]}
+    status, _, answer = server.post(CHAT, max_tokens=40, **bodies[CHAT])
+    assert status == 200 and json.loads(answer["choices"][0]["message"]["content"])["path"] == "/a", answer
+
+
+def test_constraint_of_vllm_with_a_keyword_that_cannot_be_enforced_is_refused(server: Server) -> None:
+    status, _, answer = server.post(CHAT, messages=USER, max_tokens=4, structured_outputs={"json": LOOSE})
+    assert status == 400 and "uniqueItems" in answer["error"]["message"], answer
+
+
 NAMED = {"name": "pet", "schema": SCHEMA}
 
 

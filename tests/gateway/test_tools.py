@@ -349,6 +349,29 @@ def test_strict_function_arguments_match_their_schema_with_auto_choice(start: St
     assert {call["function"]["name"] for call in held["choices"][0]["message"]["tool_calls"]} == {"weather"}
 
 
+def test_schema_of_a_function_is_relaxed_unless_it_is_strict(start: Start) -> None:
+    """As of zod and Pydantic: `z.record`, `set[str]`, and null for keywords that are not set."""
+    server = start("hermes")
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}}
+    words = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    names = {"format": {"type": "string", "format": "path"}, "propertyNames": record, "words": words}
+    schema = {"type": "object", "properties": names, "required": [*names]}
+    arguments = {"format": "/a", "propertyNames": {"b": "c"}, "words": ["d"]}
+    for function, expected in (
+        ({"parameters": schema}, arguments),
+        ({"parameters": {"type": None, "properties": None, "required": None}}, {}),
+        ({"parameters": {**schema, "properties": {**names, "words": {**words, "uniqueItems": None}}}}, arguments),
+    ):
+        server.say(f"<tool_call>\n{json.dumps({'name': 'weather', 'arguments': expected})}\n</tool_call>")
+        tools = [{"type": "function", "function": {"name": "weather", **function}}]
+        answer = ask(server, CHAT, messages=USER, tools=tools, tool_choice="required", max_tokens=200)
+        (call,) = answer["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == expected
+    strict = [{"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}]
+    status, _, answer = server.post(CHAT, messages=USER, tools=strict, max_tokens=200)
+    assert status == 400 and "uniqueItems" in answer["error"]["message"], answer
+
+
 def test_logprobs_cover_the_shown_text_only(start: Start) -> None:
     server = start("hermes")
     server.say(f"<think>hm</think>Look there.\n{CALL}")

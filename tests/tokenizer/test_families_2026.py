@@ -26,6 +26,7 @@ from chatcache.tokenizer.tool_formats import (
 )
 from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice
 from chatcache.tokenizer.tool_parser import ParsedText
+from chatcache.types.json_schema import relax_schema
 from tests.tokenizer.families_2026 import NAMES, family_of, tokenizer_of
 from tests.tokenizer.grammar_walk import draw, new_matcher, walk
 
@@ -215,6 +216,21 @@ def grammar_accepts(name: str, rng: random.Random, count: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_grammar_accepts_calls_as_rendered(name: str) -> None:
     grammar_accepts(name, random.Random(f"few {name}"), 3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_grammar_of_a_relaxed_schema_accepts_calls_as_rendered(name: str) -> None:
+    words = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"words": words, "n": {"type": "string", "pattern": "(?!x)"}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": {"words": ["a"], "n": "b"}}}
+    ]}  # fmt: skip
+    tokenizer = tokenizer_of(name)
+    choice = ToolChoice((CallableFunction("f", json.dumps(relax_schema(schema))),), required=True)
+    assert (
+        walk(tokenizer, new_matcher(tokenizer, choice, detect_format(tokenizer)), reply_of(tokenizer, message))
+        == "whole"
+    )
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, detect_fo
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.tokenizer.tool_formats import HERMES
 from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice
+from chatcache.types.json_schema import relax_schema
 from tests.tokenizer.families import FAMILIES, tokenizer_of
 from tests.tokenizer.grammar_walk import new_matcher, walk
 
@@ -71,6 +72,17 @@ def test_arguments_and_answers_have_the_listed_keys_only(name: str) -> None:
         assert accepted(name, held, ONE[name] % ("f", '{"n": 1}')) == "whole"
         assert accepted(name, held, ONE[name] % ("f", '{"n": 1, "m": 2}')) == expected
         assert accepted(name, ToolChoice((), answer=text), '{"n": 1, "m": 2}') == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_relaxed_arguments_are_held_to_the_rest_of_their_schema(name: str) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "array", "uniqueItems": True}}, "required": ["n"]}
+    held = ToolChoice((CallableFunction("f", json.dumps(relax_schema(schema))),), required=True)
+    for choice in (held, replace(held, required=False, answer=SCHEMA)):
+        assert accepted(name, choice, ONE[name] % ("f", '{"n": [1]}')) == "whole"
+        assert accepted(name, choice, ONE[name] % ("f", '{"n": 1}')) == "refused"
+    with pytest.raises(AssertionError, match="uniqueItems"):
+        accepted(name, replace(held, functions=(CallableFunction("f", json.dumps(schema)),)), "")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -37,7 +37,7 @@ import numpy as np
 
 from chatcache.decoding.grammar import sandbox_process as constraint_child
 from chatcache.errors import EngineError, InvalidRequestError
-from chatcache.types.json_schema import close_objects
+from chatcache.types.json_schema import DEFAULT_OPTIONS, OPTIONS, simplify_schema
 from chatcache.types.plan import U32
 from chatcache.types.request import StructuredOutputs
 from chatcache.types.stats import ModelInfo
@@ -217,7 +217,6 @@ MAX_REGEX_BYTES = 16 << 10
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 10_000
 MAX_CHOICE_BYTES = 256 << 10
-JSON_WHITESPACE = " "  # at most one space: otherwise some models emit newlines without end
 
 PARAM = "structured_outputs"
 _FIELDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -308,7 +307,7 @@ def _num_bytes(name: str, text: str) -> int:
 def _schema_symbol(text: str) -> str:
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
-        close_objects(schema)
+        simplify_schema(schema)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{PARAM}.json is not JSON: {error!s:.200}", param=PARAM) from None
     if isinstance(schema, bool):
@@ -323,7 +322,7 @@ def _json_symbol(schema: dict[str, object]) -> str:
 
     Without its own `x-guidance`, JSON is written on one line.
     """
-    text = json.dumps({"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}, **schema}, ensure_ascii=False)
+    text = json.dumps({OPTIONS: DEFAULT_OPTIONS, **schema}, ensure_ascii=False)
     _num_bytes("json", text)
     return f"%json {text}"
 

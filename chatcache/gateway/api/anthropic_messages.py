@@ -35,6 +35,7 @@ from chatcache.gateway.api.params import (
     parse_tool_choice,
     rename_constraint_param,
     rename_error_params,
+    schema_output,
     to_params,
 )
 from chatcache.gateway.api.sse import SseFormat, named_sse_frame
@@ -221,7 +222,7 @@ def _choice(choice: ToolChoiceParam | None) -> str | ToolChoiceFields | None:
 
 def _format(prompt: MessagesPrompt) -> StructuredOutputs | None:
     wanted = prompt.output_config.format if prompt.output_config is not None else None
-    return StructuredOutputs(json=msgspec.json.encode(wanted.schema).decode()) if wanted is not None else None
+    return schema_output(wanted.schema, strict=True) if wanted is not None else None
 
 
 def _thinking(model: Model, prompt: MessagesPrompt) -> Thinking:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec import UNSET
 from starlette.requests import Request
@@ -37,6 +36,7 @@ from chatcache.gateway.api.params import (
     clamped_limit,
     parse_tool_choice,
     rename_constraint_param,
+    schema_output,
     to_params,
 )
 from chatcache.gateway.api.sse import SseFormat
@@ -275,7 +275,7 @@ def _structured_outputs(format: Format | None) -> StructuredOutputs | None:
     if format is None or format == "":
         return None
     if isinstance(format, dict):
-        return StructuredOutputs(json=msgspec.json.encode(format).decode())
+        return schema_output(format, strict=False)
     if format != "json":
         raise InvalidRequestError('format must be "json" or a JSON schema', param="format")
     return StructuredOutputs(json_object=True)

@@ -34,6 +34,7 @@ from chatcache.tokenizer.reply_format import ReplyFormat, decode_prompt_end
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.tokenizer.tool_formats import Functions
 from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice, build_tool_grammar
+from chatcache.types.json_schema import relax_schema
 from chatcache.types.request import (
     MAX_OUTPUT_LOGPROBS,
     BeamSearchParams,
@@ -326,7 +327,13 @@ def _parse_format(
                 param=f"{name}{inside}.{field}",
                 code="missing_required_parameter",
             )
-    return StructuredOutputs(json=_to_json(schema.schema if schema is not None else None))
+    assert schema is not None
+    return schema_output(schema.schema, strict=bool(schema.strict))
+
+
+def schema_output(schema: object, *, strict: bool) -> StructuredOutputs:
+    """Constrain the output to a JSON schema; unless it is `strict`, as far as possible."""
+    return StructuredOutputs(json=_to_json(relax_schema(schema) if isinstance(schema, dict) and not strict else schema))
 
 
 def _to_json(schema: object) -> str:
@@ -462,6 +469,7 @@ def _parse_function(tool: ToolFields, where: str) -> Function:
         given = FunctionFields(tool.name, tool.description, tool.parameters, tool.strict)
     parameters = given.parameters
     if parameters is not None:
+        parameters = {word: value for word, value in parameters.items() if value is not None}
         _check_schema(parameters, f"{where}.parameters")
     return Function(given.name, given.description, parameters, bool(given.strict))
 
@@ -522,11 +530,12 @@ def _function_name(tool: ToolChoiceFields | NamedTool, known: frozenset[str]) ->
 def _callee(function: Function, *, enforced: bool) -> CallableFunction:
     """Convert a function for use in the grammar.
 
-    `enforced`: constrain the arguments to their schema even if the function is not `strict`.
+    `enforced`: constrain the arguments to their schema even if the function is not `strict`, as far as possible.
     """
     if not (enforced or function.strict):
         return CallableFunction(function.name)
     parameters = function.parameters
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
-    return CallableFunction(function.name, json.dumps({"type": "object", **parameters}))
+    schema = {"type": "object", **parameters}
+    return CallableFunction(function.name, json.dumps(schema if function.strict else relax_schema(schema)))

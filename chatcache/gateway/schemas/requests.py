@@ -203,7 +203,7 @@ class StructuredFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JsonSchemaFields(msgspec.Struct, frozen=True):
-    """OpenAI's named JSON schema. It is enforced exactly, whether `strict` is set or not."""
+    """OpenAI's named JSON schema. It is enforced; keywords that cannot be are an error only with `strict`."""
 
     name: SchemaName | None = None
     schema: dict[str, Any] | bool | None = None
