@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from chatcache.errors import InvalidRequestError
-from chatcache.gateway.schemas.fields import parse_fields
+from chatcache.gateway.schemas.fields import MAX_INTEGRAL_FLOATS, parse_fields
 from tests.gateway.serving import MAX_MODEL_LEN, Server, tiny_tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -28,10 +28,10 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("presence_penalty", [-2, 2], [-2.1, 2.1]),
     ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
     ("seed", [-(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 1.5, "s"]),
-    ("max_tokens", [1, MAX_MODEL_LEN // 2], [0, -1, BIG, 1.0, "3"]),
+    ("max_tokens", [1, 1.0, MAX_MODEL_LEN // 2], [0, 0.0, -1, BIG, 1.5, 1e300, "3"]),
     ("min_tokens", [0, 2], [-1, 3, BIG]),
     ("stop", ["x", ["x"] * 16, ["x" * 256]], ["", ["x"] * 17, ["x" * 257], [""], 3, [3]]),
-    ("stop_token_ids", [[0, VOCAB - 1], [1] * 64], [[-1], [VOCAB], [1] * 65, ["1"], 1]),
+    ("stop_token_ids", [[0, VOCAB - 1], [1] * 64, [0, 1.0]], [[-1], [VOCAB], [1.5], [1] * 65, ["1"], 1]),
     (
         "logit_bias",
         [{"0": -100, str(VOCAB - 1): 100}],
@@ -120,6 +120,7 @@ class Bounded(msgspec.Struct):
     mode: Literal["d", "e"] | None = None
     inner: Inner | None = None
     inners: list[Inner | None] | None = None
+    counts: dict[str, int] = {}
     modes: Annotated[list[list[Literal["h", "i"] | bool]], msgspec.Meta(max_length=2)] = []
 
 
@@ -130,6 +131,11 @@ class Bounded(msgspec.Struct):
         ({"above": 0}, "above must be greater than 0"),
         ({"above": 0.5}, "above must be less than 0.5"),
         ({"count": 0}, "count must be at least 1"),
+        ({"count": 0.0}, "count must be at least 1"),
+        ({"count": 1.5}, "count must be an integer or null, got a number"),
+        ({"count": -1e300}, "count must be an integer or null, got a number"),
+        ({"text": 1.0}, "text must be a string or an array, got a number"),
+        ({"counts": {"a": 1.0}}, "counts must be an integer, got a number"),
         ({"count": "x"}, "count must be an integer or null, got a string"),
         ({"names": ["a"] * 3}, "names must have at most 2 elements"),
         ({"names": [""]}, "names[0] must have at least 1 character"),
@@ -147,6 +153,29 @@ def test_error_of_a_field_names_the_limit_in_plain_words(body: dict[str, Any], m
     with pytest.raises(InvalidRequestError) as caught:
         parse_fields(body, Bounded)
     assert (caught.value.message, caught.value.param) == (message, message.split()[0].rstrip(":"))
+
+
+class Counts(msgspec.Struct):
+    """Integers at every depth."""
+
+    values: list[int | str]
+    inner: list[Counts] = []
+
+
+def test_integer_may_be_written_with_a_fraction_of_zero() -> None:
+    body = {"values": [1.0, 2, "x", -0.0, 2.0**53], "inner": [{"values": [], "inner": [{"values": [3.0]}]}]}
+    given = repr(body)
+    parsed = parse_fields(body, Counts)
+    assert repr(parsed.values) == f"[1, 2, 'x', 0, {2**53}]"
+    assert repr(parsed.inner[0].inner[0].values) == "[3]"
+    assert repr(body) == given
+
+
+def test_number_of_integers_with_a_fraction_of_zero_is_limited() -> None:
+    """Each repeats the conversion, and a body can have a million."""
+    assert len(parse_fields({"values": [1.0] * MAX_INTEGRAL_FLOATS}, Counts).values) == MAX_INTEGRAL_FLOATS
+    with pytest.raises(InvalidRequestError, match=r"values\[16\] must be an integer or a string, got a number"):
+        parse_fields({"values": [1.0] * (MAX_INTEGRAL_FLOATS + 1)}, Counts)
 
 
 def test_response_without_input_is_refused_as_a_missing_parameter(server: Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
@@ -93,7 +94,10 @@ _EQUIVALENTS: Mapping[str, str] = {
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _MISSING = re.compile(r"missing required field `(.+?)`")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_FLOAT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$\.?([^`]*)`")
+_MAX_EXACT = 2**53  # larger floats are not exact integers
 _MAX_LISTED = 16
+MAX_INTEGRAL_FLOATS = 16
 
 
 def parse_fields(body: Mapping[str, Any], kind: type[Fields]) -> Fields:
@@ -102,7 +106,7 @@ def parse_fields(body: Mapping[str, Any], kind: type[Fields]) -> Fields:
     Raises: InvalidRequestError naming the field and the limit.
     """
     try:
-        return msgspec.convert(body, kind)
+        return _convert(body, kind, MAX_INTEGRAL_FLOATS)
     except msgspec.ValidationError as error:
         text = str(error)
         path, missing = _PATH.search(text), _MISSING.search(text)
@@ -114,6 +118,41 @@ def parse_fields(body: Mapping[str, Any], kind: type[Fields]) -> Fields:
         param = param.replace("[...]", "")
         choices = _list_choices(kind, param)
         raise InvalidRequestError(_describe_limit(param, message, choices), param=param or None) from None
+
+
+def _convert(body: Mapping[str, Any], kind: type[Fields], max_floats: int) -> Fields:
+    """Convert a body, in which `max_floats` integers may be written as 5.0: each of them repeats the conversion.
+
+    Raises: msgspec.ValidationError.
+    """
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        corrected = _with_integer(body, str(error)) if max_floats else None
+        if corrected is None:
+            raise
+    return _convert(corrected, kind, max_floats - 1)
+
+
+def _with_integer(body: Mapping[str, Any], message: str) -> Mapping[str, Any] | None:
+    """Copy a body, with an integer where msgspec's message says that there is a float; None if it has a fraction."""
+    found = _FLOAT.fullmatch(message)
+    if found is None:
+        return None
+    copied: dict[str, Any] = dict(body)
+    inner: Any = copied
+    *path, last = [int(step) if step.isdigit() else step for step in re.findall(r"[^.\[\]]+", found[1])]
+    try:
+        for step in path:
+            inner[step] = copy(inner[step])
+            inner = inner[step]
+        value = inner[last]
+        if not isinstance(value, float) or not value.is_integer() or abs(value) > _MAX_EXACT:
+            return None
+        inner[last] = int(value)
+    except (LookupError, TypeError):  # the path of a value of a mapping does not name its key
+        return None
+    return copied
 
 
 _LIMIT = re.compile(r"Expected `(\w+)` (of length )?(<=|>=|<|>) ([-+.\w]+)")
