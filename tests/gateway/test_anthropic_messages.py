@@ -253,13 +253,32 @@ def test_single_call_with_parallel_use_disabled(client: httpx.Client, server: Sc
     assert [block["type"] for block in message["content"]].count("tool_use") == 1
 
 
-def test_output_format_constrains_the_text(client: httpx.Client, server: ScriptedServer) -> None:
+def test_output_format_constrains_the_text_by_its_name_or_that_of_its_beta(
+    client: httpx.Client, server: ScriptedServer
+) -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"ok": {"const": True}}, "required": ["ok"]}
     schema["additionalProperties"] = False
-    server.say("Certainly not JSON")
-    config = {"effort": "high", "format": {"type": "json_schema", "schema": schema}}
-    message = ask(client, output_config=config)
-    assert json.loads(message["content"][0]["text"]) == {"ok": True}
+    format = {"type": "json_schema", "schema": schema}
+    config = {"effort": "high", "format": format}
+    for fields in (
+        {"output_config": config},
+        {"output_format": format},
+        {"output_format": format, "output_config": {"effort": "high"}},
+        {"output_format": None, "output_config": config},
+    ):
+        server.say("Certainly not JSON")
+        message = ask(client, **fields)
+        assert json.loads(message["content"][0]["text"]) == {"ok": True}
+    bad = {"type": "json_schema", "schema": {"type": "thing"}}
+    for refused, reason in (
+        ({"output_format": format, "output_config": config}, "output_format and output_config.format exclude"),
+        ({"output_format": bad}, "output_format cannot be used"),
+        ({"output_config": {"format": bad}}, "output_config.format cannot be used"),
+    ):
+        response = client.post(MESSAGES, json={"max_tokens": 9, "messages": USER, **refused})
+        assert response.status_code == 400 and reason in response.json()["error"]["message"]
+    counted = client.post(COUNT, json={"messages": USER, "output_format": format})
+    assert counted.status_code == 200 and "x-chatcache-ignored" not in counted.headers
 
 
 def test_max_tokens_beyond_the_context_is_reduced_and_named(client: httpx.Client, server: ScriptedServer) -> None:

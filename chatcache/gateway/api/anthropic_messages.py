@@ -116,6 +116,7 @@ async def create_message(request: Request) -> Response:
     sampling = SamplingFields(
         temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, stop=options.stop_sequences
     )
+    format_name = "output_format" if prompt.output_format is not None else "output_config.format"
     message_id = new_id("msg")
     diagnostics: MessageDiagnostics | None = None
 
@@ -140,7 +141,7 @@ async def create_message(request: Request) -> Response:
     with (
         _rename_context_error(),
         rename_error_params(stop="stop_sequences"),
-        rename_constraint_param(None, "output_config.format", "tools" if tools.limits else None),
+        rename_constraint_param(None, format_name, "tools" if tools.limits else None),
     ):
         reply = await start_chat(request, model, chat)
     limit = clamped_limit(max_tokens, reply.request.params, len(reply.request.prompt), gateway.max_model_len)
@@ -221,7 +222,14 @@ def _choice(choice: ToolChoiceParam | None) -> str | ToolChoiceFields | None:
 
 
 def _format(prompt: MessagesPrompt) -> StructuredOutputs | None:
+    """Return the constraint of the answer. Raises: InvalidRequestError if the request has both of its names."""
     wanted = prompt.output_config.format if prompt.output_config is not None else None
+    if prompt.output_format is not None:
+        if wanted is not None:
+            raise InvalidRequestError(
+                "output_format and output_config.format exclude each other", param="output_format"
+            )
+        wanted = prompt.output_format
     return schema_output(wanted.schema, strict=True) if wanted is not None else None
 
 

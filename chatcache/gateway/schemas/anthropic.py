@@ -158,7 +158,10 @@ class DiagnosticsParam(msgspec.Struct, frozen=True):
 
 
 class MessagesPrompt(msgspec.Struct, frozen=True):
-    """The fields that determine the prompt; `count_tokens` takes the same ones."""
+    """The fields that determine the prompt; `count_tokens` takes the same ones.
+
+    `output_format`: the name of `output_config.format` in the beta version of structured outputs.
+    """
 
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: ShortText | None = None
@@ -166,6 +169,7 @@ class MessagesPrompt(msgspec.Struct, frozen=True):
     tools: Annotated[list[ToolParam], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceParam | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
     cache_control: CacheControl | None = None
     thread: ThreadParam | None = None
     thinking: ThinkingParam | None = None
