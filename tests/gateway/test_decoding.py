@@ -269,6 +269,39 @@ def test_echo_with_logprobs_starts_with_the_prompt(server: Server) -> None:
     assert all(len(top) <= 1 for top in both["logprobs"]["top_logprobs"][1:])
 
 
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"beam_width": 2}], ids=str)
+def test_echo_without_output_returns_the_prompt_alone(server: Server, more: dict[str, Any]) -> None:
+    body = {"prompt": [PROMPT, [5, 6]], "echo": True, "return_token_ids": True, **more}
+    whole = server.post(COMPLETIONS, max_tokens=1, logprobs=2, ignore_eos=True, **body)[2]
+    status, headers, answer = server.post(COMPLETIONS, max_tokens=0, logprobs=2, stop_token_ids=[*range(60)], **body)
+    assert status == 200 and "x-chatcache-max-tokens" not in headers, answer
+    assert len(answer["choices"]) == len(whole["choices"]) == 2 * more.get("n", 1)
+    for choice, longer in zip(answer["choices"], whole["choices"], strict=True):
+        text, ids = longer["text"], longer["prompt_token_ids"]
+        assert choice["text"] == text[: longer["logprobs"]["text_offset"][-1]]
+        assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"]) == ("length", None, [])
+        assert choice["prompt_token_ids"] == ids and "score" not in choice
+        assert choice["logprobs"] == {name: values[: len(ids)] for name, values in longer["logprobs"].items()}
+    counts = answer["usage"]
+    assert counts["completion_tokens"] == 0 and counts["total_tokens"] == counts["prompt_tokens"]
+    _, streamed = server.stream(COMPLETIONS, max_tokens=0, stream_options={"include_usage": True}, **body)
+    chunks = [json.loads(line[6:]) for line in streamed.decode().splitlines() if line.startswith("data: {")]
+    *parts, last = chunks
+    texts = [""] * len(answer["choices"])
+    for choice in (choice for chunk in parts for choice in chunk["choices"]):
+        texts[choice["index"]] += choice["text"]
+        assert choice["finish_reason"] in (None, "length") and not choice.get("token_ids")
+    assert texts == [choice["text"] for choice in answer["choices"]]
+    assert last["usage"]["completion_tokens"] == 0
+
+
+def test_max_tokens_of_zero_without_echo_is_refused(server: Server) -> None:
+    for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [{"role": "user", "content": "x"}]})):
+        status, _, answer = server.post(path, max_tokens=0, **body)
+        assert (status, answer["error"]["param"]) == (400, "max_tokens")
+        assert answer["error"]["message"].startswith("max_tokens must be at least 1")
+
+
 @pytest.mark.parametrize("prompt", ["<|im_start|>user\nHï 🎉<|im_end|>\n", "<|im_start|>", "s", PROMPT, "tokens"])
 def test_echo_is_the_prompt_and_offsets_are_places_in_the_text(server: Server, prompt: str) -> None:
     ids = tiny_tokenizer().encode("<|im_start|>user\nHi", add_special_tokens=False)

@@ -222,7 +222,7 @@ def _writer(
 def _route_params(base: CompletionBase, chat: ChatFields, sampling: SamplingFields) -> RouteParams:
     check_stream(base, sampling)
     return RouteParams(
-        max_tokens=chat.max_completion_tokens if chat.max_completion_tokens is not None else base.max_tokens,
+        max_tokens=chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens,
         logprobs=_logprobs(chat),
         prompt_logprobs=base.prompt_logprobs,
         structured_outputs=structured_outputs(sampling.structured_outputs, base.response_format),

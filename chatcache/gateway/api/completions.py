@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import replace
 from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent
+from chatcache.conversations.replies.events import ReplyDelta, ReplyDone, ReplyEvent, ReplyFinished
 from chatcache.conversations.replies.service import ChatService, Reply, is_ranked, num_candidates
 from chatcache.conversations.tree import new_id
 from chatcache.errors import InvalidRequestError, UnsupportedParameterError
@@ -44,6 +45,7 @@ from chatcache.gateway.schemas.completions import Completion, CompletionChoice, 
 from chatcache.gateway.schemas.fields import ignored_header, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import MAX_PROMPTS, CompletionBase, CompletionFields, SamplingFields
 from chatcache.tokenizer.tokenizer import Tokenizer
+from chatcache.types.events import FINISH_LENGTH
 from chatcache.types.request import MAX_N, MAX_PROMPT_LOGPROBS, GenerateRequest, Params
 
 _DEFAULT_MAX_TOKENS = 16
@@ -100,7 +102,8 @@ async def completions(request: Request) -> Response:
         limit = min((limit for limit in clamped if limit is not None), default=None)
 
     def events() -> AsyncIterator[ReplyEvent]:
-        return merge_replies([reply_events(reply, gateway.metrics) for reply in replies], width)
+        merged = merge_replies([reply_events(reply, gateway.metrics) for reply in replies], width)
+        return _without_output(merged) if fields.max_tokens == 0 else merged
 
     headers = ignored_header(ignored) | clamped_header(limit)
     return await respond(request, events, replies, writer, stream=bool(base.stream), headers=headers)
@@ -123,7 +126,7 @@ def _writer(
         hidden_ids=tokenizer.special_ids if params.skip_special_tokens else frozenset(),
         num_logprobs=fields.logprobs,
         num_prompt_logprobs=base.prompt_logprobs,
-        with_scores=is_ranked(params),
+        with_scores=is_ranked(params) and fields.max_tokens != 0,
         with_usage=bool(base.stream_options and base.stream_options.include_usage),
         with_token_ids=bool(base.return_token_ids),
     )
@@ -134,8 +137,11 @@ def _route_params(base: CompletionBase, fields: CompletionFields, sampling: Samp
     echoed_logprobs = fields.logprobs if fields.echo else None
     if echoed_logprobs is not None and base.stream:
         raise UnsupportedParameterError("echo with logprobs cannot be streamed", param="echo")
+    max_tokens = fields.max_tokens if fields.max_tokens is not None else _DEFAULT_MAX_TOKENS
+    if max_tokens == 0 and not fields.echo:
+        raise InvalidRequestError("max_tokens must be at least 1 without echo", param="max_tokens")
     return RouteParams(
-        max_tokens=base.max_tokens if base.max_tokens is not None else _DEFAULT_MAX_TOKENS,
+        max_tokens=max_tokens or 1,  # the one token is discarded
         logprobs=fields.logprobs,
         prompt_logprobs=_max_or_none(base.prompt_logprobs, echoed_logprobs),
         structured_outputs=structured_outputs(sampling.structured_outputs, base.response_format),
@@ -237,6 +243,17 @@ async def _submit_all(service: ChatService, requests: Sequence[GenerateRequest],
             if isinstance(outcome, Reply):
                 await outcome.close()
         raise
+
+
+async def _without_output(events: AsyncIterator[ReplyEvent]) -> AsyncIterator[ReplyEvent]:
+    """Yield the events of replies as if nothing had been generated."""
+    async for event in events:
+        if isinstance(event, ReplyDone):
+            yield ReplyDone(event.index, "", FINISH_LENGTH, None, (), ())
+        elif isinstance(event, ReplyFinished):
+            yield replace(event, num_output_tokens=0)
+        elif not isinstance(event, ReplyDelta):
+            yield event
 
 
 class CompletionWriter(ChunkWriter[CompletionChoice]):

@@ -318,7 +318,6 @@ class CompletionBase(msgspec.Struct, frozen=True):
     model: ShortText | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
@@ -331,6 +330,7 @@ class ChatFields(msgspec.Struct, frozen=True):
     tools: Tools | None = None
     tool_choice: str | ToolChoiceFields | None = None
     parallel_tool_calls: bool | None = None
+    max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -339,7 +339,10 @@ class ChatFields(msgspec.Struct, frozen=True):
 
 
 class CompletionFields(msgspec.Struct, frozen=True):
+    """One prompt or several. `max_tokens`: 0 only with `echo`, for the prompt alone."""
+
     prompt: str | Annotated[list[str | int | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=0, le=_INT32_MAX)] | None = None
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
 
