@@ -162,10 +162,24 @@ def test_response_names_what_changed(
 
 
 def test_unknown_and_evicted_comparisons(sdk: openai.OpenAI, server: ScriptedServer) -> None:
-    unknown = respond(sdk, server, prompt_cache_options={"comparison_response_id": "resp_none", "prewarm": True})
+    unknown = respond(sdk, server, prompt_cache_options={"comparison_response_id": "resp_none"})
     assert unknown.prompt_cache_diagnostics is not None
     assert unknown.prompt_cache_diagnostics.type == "comparison_response_not_found"
-    assert (unknown.model_extra or {})["ignored"] == ["prompt_cache_options.prewarm"]
     evict_all(server)
     again = respond(sdk, server, prompt_cache_options={"comparison_response_id": unknown.id})
     assert again.prompt_cache_diagnostics is not None and again.prompt_cache_diagnostics.type == "unavailable"
+
+
+@pytest.mark.parametrize("generate", [None, False, True])
+def test_prewarming_computes_the_prompt_without_a_reply(
+    sdk: openai.OpenAI, server: ScriptedServer, generate: bool | None
+) -> None:
+    body: dict[str, Any] = {"input": f"What is a dam? {generate}", "extra_body": {"generate": generate}}
+    warm = respond(sdk, server, **body, prompt_cache_options={"prewarm": True})
+    assert (warm.status, warm.output) == ("completed", []) and not (warm.model_extra or {}).get("ignored")
+    assert warm.usage is not None and warm.usage.output_tokens == 0
+    again = respond(sdk, server, input=body["input"], prompt_cache_options={"prewarm": False})
+    assert again.output_text and not (again.model_extra or {}).get("ignored")
+    assert again.usage is not None and again.usage.input_tokens_details.cached_tokens > 0
+    after = respond(sdk, server, input="And a weir?", previous_response_id=warm.id)
+    assert after.usage is not None and after.usage.input_tokens > warm.usage.input_tokens

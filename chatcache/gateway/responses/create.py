@@ -136,6 +136,8 @@ def _read_fields(body: Mapping[str, Any]) -> _RequestFields:
     fields, sampling = parse_fields(body, ResponseFields), parse_fields(body, SamplingFields)
     thinking = parse_fields(body, ResponseThinkingFields)
     ignored = unknown_fields(body, ResponseFields, SamplingFields, ResponseThinkingFields)
+    if fields.prompt_cache_options is not None and fields.prompt_cache_options.prewarm:
+        fields = msgspec.structs.replace(fields, generate=False)
     compacts = is_compaction(fields)
     if compacts:
         fields = to_summary_request(fields)

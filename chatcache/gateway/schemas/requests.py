@@ -352,11 +352,15 @@ class ConversationRef(msgspec.Struct, frozen=True):
 
 
 class PromptCacheOptions(msgspec.Struct, frozen=True):
-    """`comparison_response_id`: a response whose prompt is compared with this one's, for a diagnosis."""
+    """`comparison_response_id`: a response whose prompt is compared with this one's, for a diagnosis.
+
+    `prewarm`: compute the prompt only, as with `generate: false`.
+    """
 
     without_effect: ClassVar = frozenset({"mode", "ttl"})
 
     comparison_response_id: Id | None = None
+    prewarm: bool | None = None
 
 
 class ResponseStreamOptions(msgspec.Struct, frozen=True):
