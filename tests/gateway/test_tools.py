@@ -349,6 +349,40 @@ def test_strict_function_arguments_match_their_schema_with_auto_choice(start: St
     assert {call["function"]["name"] for call in held["choices"][0]["message"]["tool_calls"]} == {"weather"}
 
 
+MCP = {"type": "mcp", "server_label": "wiki", "server_url": "https://wiki.test/mcp"}
+IMAGE = {"type": "image_generation"}
+NAMED = {"type": "function", "name": "weather"}
+
+
+def test_allowed_tools_that_are_not_executed_are_skipped_and_named(start: Start) -> None:
+    server = start("hermes")
+
+    def create(tools: list[Any], mode: str, *names: Any) -> tuple[int, Any]:
+        server.say(CALL)
+        choice = {"type": "allowed_tools", "mode": mode, "tools": [*names]}
+        fields = {"tools": tools, "tool_choice": choice, "max_output_tokens": 200}
+        status, _, answer = server.post(RESPONSES, input="Weather?", **fields)
+        return status, answer
+
+    label = {"type": "mcp", "server_label": "wiki"}
+    for mode in ("auto", "required"):
+        status, answer = create([*FLAT, MCP, IMAGE], mode, label, NAMED, IMAGE)
+        assert status == 200 and answer["output"][-1]["type"] == "function_call", answer
+        skipped = {"mcp", "image_generation"}
+        assert set(answer["ignored"]) == {
+            f"{path}.{kind}" for path in ("tools", "tool_choice.tools") for kind in skipped
+        }
+        assert answer["tool_choice"]["mode"] == mode
+    for tools in ([*FLAT, MCP], [MCP]):
+        status, answer = create(tools, "auto", label)
+        assert status == 200 and [item["type"] for item in answer["output"]] == ["message"], answer
+        status, answer = create(tools, "required", label)
+        assert (status, answer["error"]["param"]) == (400, "tool_choice"), answer
+        assert "needs tools of type function" in answer["error"]["message"]
+    status, answer = create([MCP], "auto", NAMED)
+    assert (status, answer["error"]["param"]) == (400, "tool_choice"), answer
+
+
 def test_schema_of_a_function_is_relaxed_unless_it_is_strict(start: Start) -> None:
     """As of zod and Pydantic: `z.record`, `set[str]`, and null for keywords that are not set."""
     server = start("hermes")

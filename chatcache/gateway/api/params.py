@@ -380,7 +380,12 @@ def parse_tool_choice(
         raise UnsupportedParameterError("tools: this model's chat template does not support them", param="tools")
     functions = tuple(_parse_functions(tools, "tools"))
     if not functions:
-        if choice not in (None, "none", "auto"):
+        lists_none = (
+            isinstance(choice, ToolChoiceFields)
+            and choice.type == "allowed_tools"
+            and not _allowed_functions(choice)[1]
+        )
+        if choice not in (None, "none", "auto") and not lists_none:
             more = " of type function; others are not executed here" if tools else ""
             raise UnsupportedParameterError(f"tool_choice needs tools{more}", param="tool_choice")
         return NO_TOOLS
@@ -509,13 +514,27 @@ def _parse_choice(choice: str | ToolChoiceFields | None, functions: Sequence[Fun
         raise UnsupportedParameterError(
             f"tool_choice.type {choice.type[:40]!r} is not supported", param="tool_choice.type"
         )
+    mode, tools = _allowed_functions(choice)
+    return mode if tools else "none", frozenset(_function_name(tool, known) for tool in tools)
+
+
+def _allowed_functions(choice: ToolChoiceFields) -> tuple[str, list[NamedTool]]:
+    """Return the mode of `allowed_tools`, and those of the tools that are functions.
+
+    Raises: InvalidRequestError; UnsupportedParameterError if a call is required and no tool is a function.
+    """
     inner = choice.allowed_tools
     mode, tools = (inner.mode, inner.tools) if inner is not None else (choice.mode, choice.tools)
     if mode not in ("auto", "required"):
         raise InvalidRequestError("tool_choice.mode must be auto or required", param="tool_choice.mode")
     if not tools:
         raise InvalidRequestError("tool_choice.tools is required", param="tool_choice.tools")
-    return mode, frozenset(_function_name(tool, known) for tool in tools)
+    functions = [tool for tool in tools if tool.type in NamedTool.executed_types]
+    if mode == "required" and not functions:
+        raise UnsupportedParameterError(
+            "tool_choice needs tools of type function; others are not executed here", param="tool_choice"
+        )
+    return mode, functions
 
 
 def _function_name(tool: ToolChoiceFields | NamedTool, known: frozenset[str]) -> str:

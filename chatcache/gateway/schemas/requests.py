@@ -144,7 +144,9 @@ class NamedFunction(msgspec.Struct, frozen=True):
 
 
 class NamedTool(msgspec.Struct, frozen=True):
-    """One tool of `allowed_tools`."""
+    """One tool of `allowed_tools`. Those of types that are not executed are ignored."""
+
+    executed_types: ClassVar = frozenset({"function"})
 
     type: str = "function"
     function: NamedFunction | None = None
