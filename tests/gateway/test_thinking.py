@@ -194,6 +194,31 @@ def test_thinking_budget_precedes_a_grammar(start: Start) -> None:
         assert json.loads(choice["message"]["content"])["a"] in (1, 2) and choice["message"]["reasoning"]
 
 
+@pytest.mark.parametrize("included", [None, True, False])
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"return_token_ids": True}], ids=str)
+def test_chat_reasoning_is_left_out_on_request(start: Start, more: Json, included: bool | None) -> None:
+    server = start("r1")
+    body = {"messages": USER, "include_reasoning": included, "max_tokens": 60, **more}
+    server.say(f"Six, I think.\n</think>\n\n{ANSWER}")
+    answer, ignored = ask(server, **body)
+    message, usage = answer["choices"][0]["message"], answer["usage"]
+    assert message["content"] == ANSWER and ignored is None
+    assert ("reasoning" in message, "reasoning_content" in message) == (included is not False,) * 2
+    assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
+    server.say(f"Six, I think.\n</think>\n\n{ANSWER}")
+    _, data = server.stream(CHAT, **body)
+    chunks = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == ANSWER
+    assert any({"reasoning", "reasoning_content"} & choice["delta"].keys() for choice in choices) is (
+        included is not False
+    )
+    if "return_token_ids" in more:
+        assert (
+            sum(len(choice["token_ids"]) for choice in choices if "token_ids" in choice) == usage["completion_tokens"]
+        )
+
+
 def test_responses_report_reasoning_and_its_controls(start: Start) -> None:
     server = start("qwen3.6")
     server.say("Let me count.</think>" + ANSWER)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -216,6 +216,7 @@ def _writer(
         with_logprobs=bool(chat.logprobs),
         with_usage=bool(base.stream_options and base.stream_options.include_usage),
         with_token_ids=bool(base.return_token_ids),
+        with_reasoning=chat.include_reasoning is not False,
     )
 
 
@@ -251,6 +252,7 @@ class ChatCompletionWriter(ChunkWriter[ChatChunkChoice]):
         with_logprobs: bool = False,
         with_usage: bool = False,
         with_token_ids: bool = False,
+        with_reasoning: bool = True,
     ) -> None:
         super().__init__(num_candidates, fast_text=not (with_logprobs or with_token_ids), with_usage=with_usage)
         self._head = head
@@ -259,6 +261,7 @@ class ChatCompletionWriter(ChunkWriter[ChatChunkChoice]):
         self._with_scores = with_scores
         self._with_logprobs = with_logprobs
         self._with_token_ids = with_token_ids
+        self._with_reasoning = with_reasoning
 
     def body(self, reply: CompleteReply) -> ChatCompletion:
         scores = reply.prompt_logprobs.get(0)
@@ -291,6 +294,8 @@ class ChatCompletionWriter(ChunkWriter[ChatChunkChoice]):
         return ChatChunkChoice(index, ChatDelta(content=text), None, None)
 
     def delta_choice(self, event: ReplyDelta) -> ChatChunkChoice | None:
+        if not self._with_reasoning:
+            event = structs.replace(event, reasoning="")
         delta = _delta(event)
         if delta is None:
             if not event.logprobs and not (event.token_ids and self._with_token_ids):
@@ -324,9 +329,12 @@ class ChatCompletionWriter(ChunkWriter[ChatChunkChoice]):
 
     def _whole_choice(self, done: ReplyDone, reply: CompleteReply) -> ChatChoice:
         logprobs = ChatLogprobs(reply.encoded_logprobs(done.index), None) if self._with_logprobs else None
+        message = _message(done)
+        if not self._with_reasoning:
+            message.reasoning_content = message.reasoning = UNSET
         return ChatChoice(
             done.index,
-            _message(done),
+            message,
             logprobs,
             finish_reason(done),
             done.stop_reason,

@@ -328,6 +328,8 @@ class CompletionBase(msgspec.Struct, frozen=True):
 
 
 class ChatFields(msgspec.Struct, frozen=True):
+    """`include_reasoning`: false leaves the reasoning out of the answer (vLLM)."""
+
     messages: Annotated[list[MessageFields], Meta(min_length=1, max_length=MAX_MESSAGES)]
     tools: Tools | None = None
     tool_choice: str | ToolChoiceFields | None = None
@@ -338,6 +340,7 @@ class ChatFields(msgspec.Struct, frozen=True):
     add_generation_prompt: bool | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    include_reasoning: bool | None = None
 
 
 class CompletionFields(msgspec.Struct, frozen=True):
