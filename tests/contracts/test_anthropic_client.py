@@ -43,6 +43,10 @@ def test_models_are_listed_with_their_times(client: anthropic.Anthropic) -> None
     (model,) = client.models.list()
     assert (model.id, model.type, model.display_name, model.created_at.year >= 2026) == (MODEL, "model", MODEL, True)
     assert client.models.retrieve(MODEL) == model
+    assert (model.lifecycle, model.max_input_tokens) == ("active", 4096)
+    assert set(model.model_dump(exclude_none=True)) >= {
+        name for name, field in type(model).model_fields.items() if field.is_required()
+    }
 
 
 def num_prompt_tokens(usage: anthropic.types.Usage) -> int:

@@ -39,6 +39,8 @@ def _model(gateway: Gateway) -> Model:
         root=gateway.model_name,
         parent=None,
         max_model_len=gateway.max_model_len or None,
+        max_input_tokens=gateway.max_model_len or None,
+        lifecycle="active",
     )
 
 

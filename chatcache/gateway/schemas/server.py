@@ -27,7 +27,10 @@ class Error(msgspec.Struct):
 
 
 class Model(msgspec.Struct):
-    """The served model, with the fields of OpenAI, vLLM and Anthropic. `max_model_len` is null until it is loaded."""
+    """The served model, with the fields of OpenAI, vLLM and Anthropic.
+
+    `max_model_len` and `max_input_tokens`, which are equal, are null until it is loaded.
+    """
 
     id: str
     object: Literal["model"]
@@ -39,6 +42,8 @@ class Model(msgspec.Struct):
     root: str
     parent: None
     max_model_len: int | None
+    max_input_tokens: int | None
+    lifecycle: Literal["active"]
 
 
 class Models(msgspec.Struct):
