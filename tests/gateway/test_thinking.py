@@ -51,6 +51,12 @@ def ask(server: ScriptedServer, path: str = CHAT, **fields: Any) -> tuple[Json, 
     return answer, headers.get("x-chatcache-ignored")
 
 
+def prompt_of(server: ScriptedServer, messages: list[Json]) -> str:
+    """Return the prompt of a chat."""
+    answer, _ = ask(server, messages=messages, max_tokens=1, return_token_ids=True)
+    return server.tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
+
+
 def prompt_end(server: ScriptedServer, **fields: Any) -> tuple[str, str | None]:
     """Return the end of the prompt that a chat with these fields has, and the ignored fields."""
     body = {"messages": USER, "max_tokens": 1, "return_token_ids": True, **fields}
@@ -192,6 +198,18 @@ def test_thinking_budget_precedes_a_grammar(start: Start) -> None:
     )
     for choice in answer["choices"]:
         assert json.loads(choice["message"]["content"])["a"] in (1, 2) and choice["message"]["reasoning"]
+
+
+def test_chat_reasoning_that_was_cut_off_may_be_sent_back(start: Start) -> None:
+    server = start("r1")
+    cuts: list[Json] = [{"reasoning_content": "Let me"}, {"reasoning": "Let me", "content": None}]
+    for cut in cuts:
+        history = [*USER, {"role": "assistant", **cut}, {"role": "user", "content": "Go on"}]
+        empty = [*USER, {"role": "assistant", **cut, "content": ""}, {"role": "user", "content": "Go on"}]
+        first, second = (prompt_of(server, messages) for messages in (history, empty))
+        assert first == second and "Go on" in first
+    status, _, answer = server.post(CHAT, messages=[*USER, {"role": "assistant", "content": None}], max_tokens=1)
+    assert (status, answer["error"]["param"]) == (400, "messages[1].content")
 
 
 @pytest.mark.parametrize("included", [None, True, False])

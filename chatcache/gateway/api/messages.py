@@ -109,11 +109,11 @@ class _MessageReader:
 
     def _assistant(self, item: MessageFields, where: str) -> None:
         content = item.content if item.content is not None else item.refusal
-        if content is None and not item.tool_calls:
+        reasoning = item.reasoning_content or item.reasoning or ""
+        if content is None and not item.tool_calls and not reasoning:
             raise _missing(f"{where}.content")
         calls = [_tool_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(item.tool_calls or ())]
         text = _text(content, where, _TEXT_PARTS) if content is not None else ""
-        reasoning = item.reasoning_content or item.reasoning or ""
         begun = self._open
         if begun is None or begun.text is not None or begun.calls or reasoning:
             self.flush()
