@@ -182,6 +182,15 @@ def test_request_without_a_prompt_reports_the_model_as_loaded(client: httpx.Clie
         assert answer["done"] and answer["done_reason"] == "load"
 
 
+def test_name_of_a_function_may_have_dots(client: httpx.Client, server: ScriptedServer) -> None:
+    tool = {"type": "function", "function": {"name": "files.read", "parameters": {"type": "object"}}}
+    server.say('<tool_call>\n{"name": "files.read", "arguments": {"path": "/a"}}\n</tool_call>')
+    (call,) = ask(client, tools=[tool])["message"]["tool_calls"]
+    assert (call["function"]["name"], call["function"]["arguments"]) == ("files.read", {"path": "/a"})
+    bad = {"type": "function", "function": {"name": "files/read"}}
+    assert client.post(CHAT, json={"messages": USER, "tools": [bad]}).status_code == 400
+
+
 def test_fields_without_meaning_are_named(client: httpx.Client, server: ScriptedServer) -> None:
     server.say("Yes.")
     body = {"messages": USER, "keep_alive": "5m", "options": {"num_ctx": 8192, "mirostat": 1, "seed": 1}}

@@ -16,11 +16,13 @@ from chatcache.gateway.schemas.requests import (
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_PARTS,
+    MAX_TOOLS,
     CallId,
+    FunctionFields,
     Penalty,
     ShortText,
     StopString,
-    Tools,
+    ToolFields,
     TopLogprobs,
 )
 from chatcache.types.request import MAX_STOP_STRINGS
@@ -90,6 +92,18 @@ class OllamaBase(msgspec.Struct, frozen=True):
     think: bool | ShortText | None = None
 
 
+class OllamaFunctionFields(FunctionFields, frozen=True):
+    """A function that the model may call. Unlike elsewhere, its name may have dots."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class OllamaTool(ToolFields, frozen=True):
+    """A tool with its `function`."""
+
+    function: OllamaFunctionFields | None = None
+
+
 class OllamaChat(msgspec.Struct, frozen=True):
     """A chat. Without messages, it only checks that the model is loaded.
 
@@ -97,7 +111,7 @@ class OllamaChat(msgspec.Struct, frozen=True):
     """
 
     messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None = None
-    tools: Tools | None = None
+    tools: Annotated[list[OllamaTool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerate(msgspec.Struct, frozen=True):
