@@ -602,6 +602,72 @@ describe("Chat", () => {
     expect(chat.live.value).toBeNull();
   });
 
+  describe("a message whose receipt the lost connection has not confirmed", () => {
+    const created = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u1"] };
+    let first: Record<string, unknown>;
+
+    beforeEach(async () => {
+      replies["/v1/conversations"] = { data: [], has_more: false, next: null };
+      chat.send("One");
+      first = sent();
+      FakeSocket.last.close();
+      await vi.advanceTimersByTimeAsync(20_000);
+      FakeSocket.last.open();
+    });
+
+    it("is sent again with the same idempotency key, and its answer is shown", () => {
+      expect(first.idempotency_key).toMatch(/^[!-~]{20,255}$/);
+      expect(sent()).toEqual(first);
+      reply(["answer"]);
+      expect(texts()).toEqual(["One", "answer"]);
+      expect([leaf().status.value, chat.thread.value.id.value]).toEqual(["done", "conv_1"]);
+      chat.regenerate(leaf());
+      expect(sent().idempotency_key).not.toBe(first.idempotency_key);
+    });
+
+    it("can be stopped before it is confirmed", () => {
+      chat.stop();
+      FakeSocket.last.push({ type: "response.created", stream_id: streamId(), response: created });
+      expect(sent()).toEqual({ type: "response.cancel", response_id: "resp_1" });
+    });
+
+    it("fails with the error of the server", () => {
+      const error = { code: "rate_limit_exceeded", message: "Too many requests" };
+      FakeSocket.last.push({ type: "error", status: 429, error, stream_id: streamId() });
+      expect([leaf().status.value, leaf().error.value]).toEqual(["error", "Too many requests"]);
+      expect(calls.filter(({ path }) => path === "/v1/responses")).toEqual([]);
+    });
+
+    it("is shown as it is stored if its events have expired", async () => {
+      const stored = { status: "completed", response_id: "resp_1", index: 0, num_tokens: 1, created_at: 0 };
+      const content = (text: string) => [{ type: "text", text }];
+      replies["/v1/responses"] = { ...created, status: "completed" };
+      replies["/v1/conversations/conv_1"] = { id: "conv_1", active_leaf: "msg_a1", updated_at: 1, rev: 2 };
+      replies["/v1/conversations/conv_1/items"] = {
+        data: [
+          { ...stored, id: "msg_u1", role: "user", parent_id: null, content: content("One") },
+          { ...stored, id: "msg_a1", role: "assistant", parent_id: "msg_u1", content: content("whole") },
+        ],
+      };
+      const error = { code: "stream_expired", param: "stream", message: "no longer available" };
+      FakeSocket.last.push({ type: "error", status: 400, error, stream_id: streamId() });
+      await vi.advanceTimersByTimeAsync(100);
+      const headers = expect.objectContaining({ "idempotency-key": first.idempotency_key }) as unknown;
+      expect(calls).toContainEqual({ method: "POST", path: "/v1/responses", body: first, headers });
+      expect(texts()).toEqual(["One", "whole"]);
+      expect([...chat.thread.value.tree.value.all()].map(({ id }) => id.value)).toEqual(["msg_u1", "msg_a1"]);
+      expect([leaf().status.value, chat.live.value]).toEqual(["done", null]);
+    });
+
+    it("fails if the server does not return it", async () => {
+      statuses["/v1/responses"] = 404;
+      const error = { code: "stream_expired", param: "stream", message: "no longer available" };
+      FakeSocket.last.push({ type: "error", status: 400, error, stream_id: streamId() });
+      await vi.advanceTimersByTimeAsync(100);
+      expect(leaf().error.value).toBe("The connection was lost and the server has no stored answer.");
+    });
+  });
+
   it("does not send to a conversation that did not load", async () => {
     statuses["/v1/conversations/conv_7"] = 500;
     await chat.open("conv_7");
