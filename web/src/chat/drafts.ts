@@ -62,7 +62,7 @@ export class Drafts {
     return true;
   }
 
-  /** The text of an editor that was left with Escape, or whose message the server refused. */
+  /** The text of an editor that was not cancelled, or whose message the server refused. */
   editOf(message: Message, editor: string): string | undefined {
     return this.drafts.get(editKey(message, editor));
   }
