@@ -61,6 +61,12 @@ function reply(texts: readonly string[], name = "1", finish: "completed" | "canc
 const texts = () => chat.thread.value.tree.value.path.value.map((message) => message.text.value);
 const leaf = () => chat.thread.value.tree.value.leaf.value!;
 
+/** The unsent texts that a reload finds. */
+async function storedDrafts(): Promise<unknown> {
+  await vi.advanceTimersByTimeAsync(1000);
+  return JSON.parse(localStorage.getItem("chatcache.drafts")!);
+}
+
 describe("Chat", () => {
   it("stores the text and the usage of a streamed answer", () => {
     chat.send("Hello");
@@ -400,21 +406,17 @@ describe("Chat", () => {
   });
 
   it("keeps queued messages across a reload, in the message box and in order", async () => {
-    const stored = async () => {
-      await vi.advanceTimersByTimeAsync(1000);
-      return JSON.parse(localStorage.getItem("chatcache.drafts")!) as unknown;
-    };
     chat.send("One");
     for (const text of ["Two", "Three"]) chat.unsent.enqueue(text);
     reply(["answer"], "1");
     expect(sent()).toMatchObject({ input: [{ content: "Two" }] });
     chat.unsent.enqueue("Four");
     chat.prefill.text.value = "Five";
-    expect(await stored()).toEqual({ conv_1: "Three\n\nFour\n\nFive" });
+    expect(await storedDrafts()).toEqual({ conv_1: "Three\n\nFour\n\nFive" });
     chat.newConversation(); // the queue of a hidden conversation goes on
     reply(["answer"], "2");
     expect(sent()).toMatchObject({ input: [{ content: "Three" }] });
-    expect(await stored()).toEqual({ conv_1: "Four\n\nFive" });
+    expect(await storedDrafts()).toEqual({ conv_1: "Four\n\nFive" });
     await chat.open("conv_1");
     expect(chat.prefill.text.value).toBe("Five");
     const reloaded = new Chat("ws://test/v1/responses");
@@ -564,6 +566,28 @@ describe("Chat", () => {
     expect(reloaded.prefill.text.value).toBe("for a new one");
     await reloaded.open("conv_7");
     expect(reloaded.prefill.text.value).toBe("for seven");
+  });
+
+  describe("of two tabs", () => {
+    it("each keeps the unsent texts of the other", async () => {
+      const other = new Chat("ws://test/v1/responses");
+      await chat.open("conv_7");
+      chat.prefill.text.value = "for seven";
+      expect(await storedDrafts()).toEqual({ conv_7: "for seven" });
+      other.prefill.text.value = "for a new one";
+      expect(await storedDrafts()).toEqual({ conv_7: "for seven", "": "for a new one" });
+    });
+
+    it("one does not bring back what was sent in the other", async () => {
+      await chat.open("conv_7");
+      chat.prefill.text.value = "for seven";
+      await storedDrafts();
+      const other = new Chat("ws://test/v1/responses");
+      chat.prefill.text.value = "";
+      expect(await storedDrafts()).toEqual({});
+      other.prefill.text.value = "for a new one";
+      expect(await storedDrafts()).toEqual({ "": "for a new one" });
+    });
   });
 
   it("keeps the text written during the first answer when the conversation gets its id", () => {

@@ -25,6 +25,7 @@ export class Drafts {
   private readonly drafts: Map<string, string>; // of the message box and of editors
   private readonly edits = new Map<Message, Edit>(); // by the original, until they are stored on the server
   private readonly threads = new Set<Thread>(); // shown so far
+  private saved: ReadonlyMap<string, string>; // of this page; other pages change other texts
   private key = NEW_CONVERSATION; // of the shown conversation
   private timer: ReturnType<typeof setTimeout> | undefined;
 
@@ -33,7 +34,8 @@ export class Drafts {
     thread: ReadonlySignal<Thread>,
     private readonly text: Signal<string>,
   ) {
-    this.drafts = new Map(Object.entries(load<Record<string, string>>(STORAGE_KEY, {})));
+    this.saved = loadStored();
+    this.drafts = new Map(this.saved);
     let shown: Thread | null = null;
     effect(() => {
       const now = thread.value;
@@ -102,11 +104,20 @@ export class Drafts {
       if (edited.id.peek() !== null || isDeleted) this.edits.delete(original);
       else texts.set(editKey(original, QUESTION_EDITOR), splitMessage(edited.text.peek()).text);
     }
-    const isKept = ([key, text]: [string, string]) =>
-      text !== "" && text.length <= MAX_CHARS && !key.startsWith(UNSTORED);
-    const stored = [...texts].filter(isKept).slice(-MAX_DRAFTS);
-    save(STORAGE_KEY, Object.fromEntries(stored));
+    const stored = loadStored();
+    for (const key of new Set([...this.saved.keys(), ...texts.keys()])) {
+      const text = texts.get(key) ?? "";
+      if (text === (this.saved.get(key) ?? "")) continue;
+      stored.delete(key); // the newest is last
+      if (text !== "" && text.length <= MAX_CHARS && !key.startsWith(UNSTORED)) stored.set(key, text);
+    }
+    this.saved = texts;
+    save(STORAGE_KEY, Object.fromEntries([...stored].slice(-MAX_DRAFTS)));
   }
+}
+
+function loadStored(): Map<string, string> {
+  return new Map(Object.entries(load<Record<string, string>>(STORAGE_KEY, {})));
 }
 
 function keyOf({ id }: Thread): string {
