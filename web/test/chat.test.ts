@@ -1,5 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { autoTitle, DEFAULT_SAMPLING, parseSchema, sampling, systemPrompt } from "../src/app/settings";
+import type { Attachment } from "../src/chat/attachments";
 import { Chat } from "../src/chat/chat";
 import { QUESTION_EDITOR } from "../src/chat/drafts";
 import { requestFields } from "../src/chat/request";
@@ -542,6 +543,53 @@ describe("Chat", () => {
       expect(chat.prefill.text.value).toBe("");
       await chat.open("conv_1");
       expect(chat.prefill.text.value).toBe("Long");
+    });
+  });
+
+  describe("a message that failed and is not stored", () => {
+    const fail = () => {
+      const error = { code: "rate_limit_exceeded", message: "Too many requests" };
+      FakeSocket.last.push({ type: "error", stream_id: streamId(), status: 429, error });
+    };
+
+    it("returns to the message box of the next new chat, before what is written there", async () => {
+      const file = { name: "notes.txt", state: "ready", block: "File: notes.txt\n```\nBuy milk.\n```\n" } as Attachment;
+      chat.send("One", {}, [file]);
+      fail();
+      chat.send("Two");
+      fail();
+      chat.prefill.text.value = "Three";
+      await chat.open("conv_7");
+      expect(chat.prefill.text.value).toBe("");
+      chat.newConversation();
+      expect([texts(), chat.prefill.text.value]).toEqual([[], "One\n\nTwo\n\nThree"]);
+      expect(chat.thread.value.attachments.value).toEqual([file]);
+      expect(await storedDrafts()).toEqual({ "": "One\n\nTwo\n\nThree" });
+    });
+
+    it("stays in its thread while that is shown, and is in the message box after a reload", async () => {
+      chat.send("One");
+      fail();
+      expect([texts(), chat.prefill.text.value]).toEqual([["One", ""], ""]);
+      expect(await storedDrafts()).toEqual({ "": "One" });
+      expect(new Chat("ws://test/v1/responses").prefill.text.value).toBe("One");
+    });
+
+    it("is in the message box of its conversation after a reload, until a retry has stored it", async () => {
+      chat.send("One");
+      reply(["answer"]);
+      chat.send("Two");
+      fail();
+      expect(await storedDrafts()).toEqual({ conv_1: "Two" });
+      chat.regenerate(leaf());
+      reply(["answer"], "2");
+      expect(await storedDrafts()).toEqual({});
+    });
+
+    it("is not taken from a new chat whose answer is generated", () => {
+      chat.send("One");
+      chat.newConversation();
+      expect([texts(), chat.prefill.text.value]).toEqual([[], ""]);
     });
   });
 

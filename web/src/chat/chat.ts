@@ -225,6 +225,7 @@ export class Chat {
   }
 
   newConversation(): void {
+    this.unsent.takeBackFailed(this.unstarted);
     const { id, tree, attachments } = this.unstarted;
     const isStarted = id.value !== null || tree.value.size > 0;
     this.unstarted = isStarted ? new Thread() : new Thread(attachments);
@@ -328,6 +329,7 @@ export class Chat {
     const id = thread.id.value;
     const isShown = thread === this.thread.value;
     if (turn.isSteered) turn.markSteered();
+    this.unsent.drafts.saveSoon();
     if (turn.isTooLong && above) this.unsent.takeBack(thread, above, turn.candidates[0]!.error.value);
     for (const answer of turn.candidates) void this.loader.loadId(thread, answer);
     void this.afterTurn(thread, turn);

@@ -55,13 +55,16 @@ export class Drafts {
     addEventListener("pagehide", () => this.save());
   }
 
-  /** Put a text into the message box of a thread, which may be hidden; false if another text is there. */
-  restore(thread: Thread, text: string): boolean {
+  /** The text in the message box of a thread, which may be hidden. */
+  boxOf(thread: Thread): string {
+    return this.drafts.get(keyOf(thread)) ?? "";
+  }
+
+  /** Put a text into the message box of a thread, before what is there. */
+  restore(thread: Thread, text: string): void {
     const key = keyOf(thread);
-    if (this.drafts.has(key)) return false;
-    this.store(key, text);
-    if (key === this.key) this.text.value = text;
-    return true;
+    this.store(key, joinTexts(text, this.boxOf(thread)));
+    if (key === this.key) this.text.value = this.boxOf(thread);
   }
 
   /** The text of an editor that was not cancelled, or whose message the server refused. */
@@ -97,12 +100,13 @@ export class Drafts {
     const texts = new Map(this.drafts);
     for (const thread of this.threads) {
       const key = keyOf(thread);
-      texts.set(key, joinTexts(...thread.queued.peek().map(({ text }) => text), texts.get(key) ?? ""));
+      const queued = thread.queued.peek().map(({ text }) => text);
+      texts.set(key, joinTexts(...failedMessages(thread).map(writtenText), ...queued, texts.get(key) ?? ""));
     }
     for (const [original, { thread, edited }] of this.edits) {
       const isDeleted = thread.tree.peek().get(edited.key) === undefined;
       if (edited.id.peek() !== null || isDeleted) this.edits.delete(original);
-      else texts.set(editKey(original, QUESTION_EDITOR), splitMessage(edited.text.peek()).text);
+      else texts.set(editKey(original, QUESTION_EDITOR), writtenText(edited));
     }
     const stored = loadStored();
     for (const key of new Set([...this.saved.keys(), ...texts.keys()])) {
@@ -126,6 +130,22 @@ function keyOf({ id }: Thread): string {
 
 function editKey({ id, key }: Message, editor: string): string {
   return `${id.peek() ?? UNSTORED + key} ${editor}`;
+}
+
+/** The messages that the server has not stored, because each answer to them failed; not edited ones. */
+export function failedMessages({ tree: { value: tree } }: Thread): readonly Message[] {
+  return [...tree.all()].filter(
+    (message) =>
+      message.role === "user" &&
+      tree.chosenChild(message.parent) === message &&
+      tree.siblings(message).every(({ id }) => id.peek() === null) &&
+      tree.childrenOf(message.key).every(({ status }) => status.peek() === "error"),
+  );
+}
+
+/** The text of a message without its files. */
+export function writtenText({ text }: Message): string {
+  return splitMessage(text.peek()).text;
 }
 
 /** Join messages to one, with an empty line between them. */
