@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -212,6 +213,37 @@ def test_cut_connection_is_reported_and_the_reply_continues(browser: Any, server
     stop(chat)
     assert len(links) == 2
     assert_as_stored(chat, midway)
+    assert chat.problems() == []
+    chat.context.close()
+
+
+def test_message_is_sent_once_if_the_connection_is_cut_before_its_receipt(browser: Any, server: str) -> None:
+    """The test cuts the connection instead of passing on that the response was created; the page sends it again."""
+    chat = RecordedPage(browser.new_context(), server)
+    links: list[Any] = []
+
+    def through(link: Any) -> None:
+        upstream = link.connect_to_server()
+        links.append(link)
+
+        def receive(text: str) -> None:
+            if len(links) == 1 and json.loads(text)["type"] == "response.created":
+                upstream.close()
+                link.close(code=1012)
+            else:
+                link.send(text)
+
+        upstream.on_message(receive)
+
+    chat.page.route_web_socket(re.compile("/v1/responses"), through)
+    chat.page.goto(server)
+    chat.connected()
+    chat.ask(f"What is {secrets.randbelow(10**9)} + 3?")
+    assert len(links) == 2
+    assert len(items_of(chat, conversation_of(chat))) == 2
+    assert_as_stored(chat)
+    found = chat.page.request.get(f"{server}/v1/conversations", params={"query": chat.said()[0]}).json()["data"]
+    assert [each["id"] for each in found] == [conversation_of(chat)]
     assert chat.problems() == []
     chat.context.close()
 

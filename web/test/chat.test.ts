@@ -1,5 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { autoTitle, DEFAULT_SAMPLING, parseSchema, sampling, systemPrompt } from "../src/app/settings";
+import type { Attachment } from "../src/chat/attachments";
 import { Chat } from "../src/chat/chat";
 import { QUESTION_EDITOR } from "../src/chat/drafts";
 import { requestFields } from "../src/chat/request";
@@ -60,6 +61,12 @@ function reply(texts: readonly string[], name = "1", finish: "completed" | "canc
 
 const texts = () => chat.thread.value.tree.value.path.value.map((message) => message.text.value);
 const leaf = () => chat.thread.value.tree.value.leaf.value!;
+
+/** The unsent texts that a reload finds. */
+async function storedDrafts(): Promise<unknown> {
+  await vi.advanceTimersByTimeAsync(1000);
+  return JSON.parse(localStorage.getItem("chatcache.drafts")!);
+}
 
 describe("Chat", () => {
   it("stores the text and the usage of a streamed answer", () => {
@@ -400,21 +407,17 @@ describe("Chat", () => {
   });
 
   it("keeps queued messages across a reload, in the message box and in order", async () => {
-    const stored = async () => {
-      await vi.advanceTimersByTimeAsync(1000);
-      return JSON.parse(localStorage.getItem("chatcache.drafts")!) as unknown;
-    };
     chat.send("One");
     for (const text of ["Two", "Three"]) chat.unsent.enqueue(text);
     reply(["answer"], "1");
     expect(sent()).toMatchObject({ input: [{ content: "Two" }] });
     chat.unsent.enqueue("Four");
     chat.prefill.text.value = "Five";
-    expect(await stored()).toEqual({ conv_1: "Three\n\nFour\n\nFive" });
+    expect(await storedDrafts()).toEqual({ conv_1: "Three\n\nFour\n\nFive" });
     chat.newConversation(); // the queue of a hidden conversation goes on
     reply(["answer"], "2");
     expect(sent()).toMatchObject({ input: [{ content: "Three" }] });
-    expect(await stored()).toEqual({ conv_1: "Four\n\nFive" });
+    expect(await storedDrafts()).toEqual({ conv_1: "Four\n\nFive" });
     await chat.open("conv_1");
     expect(chat.prefill.text.value).toBe("Five");
     const reloaded = new Chat("ws://test/v1/responses");
@@ -543,6 +546,53 @@ describe("Chat", () => {
     });
   });
 
+  describe("a message that failed and is not stored", () => {
+    const fail = () => {
+      const error = { code: "rate_limit_exceeded", message: "Too many requests" };
+      FakeSocket.last.push({ type: "error", stream_id: streamId(), status: 429, error });
+    };
+
+    it("returns to the message box of the next new chat, before what is written there", async () => {
+      const file = { name: "notes.txt", state: "ready", block: "File: notes.txt\n```\nBuy milk.\n```\n" } as Attachment;
+      chat.send("One", {}, [file]);
+      fail();
+      chat.send("Two");
+      fail();
+      chat.prefill.text.value = "Three";
+      await chat.open("conv_7");
+      expect(chat.prefill.text.value).toBe("");
+      chat.newConversation();
+      expect([texts(), chat.prefill.text.value]).toEqual([[], "One\n\nTwo\n\nThree"]);
+      expect(chat.thread.value.attachments.value).toEqual([file]);
+      expect(await storedDrafts()).toEqual({ "": "One\n\nTwo\n\nThree" });
+    });
+
+    it("stays in its thread while that is shown, and is in the message box after a reload", async () => {
+      chat.send("One");
+      fail();
+      expect([texts(), chat.prefill.text.value]).toEqual([["One", ""], ""]);
+      expect(await storedDrafts()).toEqual({ "": "One" });
+      expect(new Chat("ws://test/v1/responses").prefill.text.value).toBe("One");
+    });
+
+    it("is in the message box of its conversation after a reload, until a retry has stored it", async () => {
+      chat.send("One");
+      reply(["answer"]);
+      chat.send("Two");
+      fail();
+      expect(await storedDrafts()).toEqual({ conv_1: "Two" });
+      chat.regenerate(leaf());
+      reply(["answer"], "2");
+      expect(await storedDrafts()).toEqual({});
+    });
+
+    it("is not taken from a new chat whose answer is generated", () => {
+      chat.send("One");
+      chat.newConversation();
+      expect([texts(), chat.prefill.text.value]).toEqual([[], ""]);
+    });
+  });
+
   it("sends a queued message with the settings of the moment when it was written", () => {
     chat.send("One");
     systemPrompt.value = "Be brief.";
@@ -564,6 +614,28 @@ describe("Chat", () => {
     expect(reloaded.prefill.text.value).toBe("for a new one");
     await reloaded.open("conv_7");
     expect(reloaded.prefill.text.value).toBe("for seven");
+  });
+
+  describe("of two tabs", () => {
+    it("each keeps the unsent texts of the other", async () => {
+      const other = new Chat("ws://test/v1/responses");
+      await chat.open("conv_7");
+      chat.prefill.text.value = "for seven";
+      expect(await storedDrafts()).toEqual({ conv_7: "for seven" });
+      other.prefill.text.value = "for a new one";
+      expect(await storedDrafts()).toEqual({ conv_7: "for seven", "": "for a new one" });
+    });
+
+    it("one does not bring back what was sent in the other", async () => {
+      await chat.open("conv_7");
+      chat.prefill.text.value = "for seven";
+      await storedDrafts();
+      const other = new Chat("ws://test/v1/responses");
+      chat.prefill.text.value = "";
+      expect(await storedDrafts()).toEqual({});
+      other.prefill.text.value = "for a new one";
+      expect(await storedDrafts()).toEqual({ "": "for a new one" });
+    });
   });
 
   it("keeps the text written during the first answer when the conversation gets its id", () => {
@@ -600,6 +672,72 @@ describe("Chat", () => {
     expect(texts()).toEqual(["One", "whole"]);
     expect(leaf().status.value).toBe("done");
     expect(chat.live.value).toBeNull();
+  });
+
+  describe("a message whose receipt the lost connection has not confirmed", () => {
+    const created = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u1"] };
+    let first: Record<string, unknown>;
+
+    beforeEach(async () => {
+      replies["/v1/conversations"] = { data: [], has_more: false, next: null };
+      chat.send("One");
+      first = sent();
+      FakeSocket.last.close();
+      await vi.advanceTimersByTimeAsync(20_000);
+      FakeSocket.last.open();
+    });
+
+    it("is sent again with the same idempotency key, and its answer is shown", () => {
+      expect(first.idempotency_key).toMatch(/^[!-~]{20,255}$/);
+      expect(sent()).toEqual(first);
+      reply(["answer"]);
+      expect(texts()).toEqual(["One", "answer"]);
+      expect([leaf().status.value, chat.thread.value.id.value]).toEqual(["done", "conv_1"]);
+      chat.regenerate(leaf());
+      expect(sent().idempotency_key).not.toBe(first.idempotency_key);
+    });
+
+    it("can be stopped before it is confirmed", () => {
+      chat.stop();
+      FakeSocket.last.push({ type: "response.created", stream_id: streamId(), response: created });
+      expect(sent()).toEqual({ type: "response.cancel", response_id: "resp_1" });
+    });
+
+    it("fails with the error of the server", () => {
+      const error = { code: "rate_limit_exceeded", message: "Too many requests" };
+      FakeSocket.last.push({ type: "error", status: 429, error, stream_id: streamId() });
+      expect([leaf().status.value, leaf().error.value]).toEqual(["error", "Too many requests"]);
+      expect(calls.filter(({ path }) => path === "/v1/responses")).toEqual([]);
+    });
+
+    it("is shown as it is stored if its events have expired", async () => {
+      const stored = { status: "completed", response_id: "resp_1", index: 0, num_tokens: 1, created_at: 0 };
+      const content = (text: string) => [{ type: "text", text }];
+      replies["/v1/responses"] = { ...created, status: "completed" };
+      replies["/v1/conversations/conv_1"] = { id: "conv_1", active_leaf: "msg_a1", updated_at: 1, rev: 2 };
+      replies["/v1/conversations/conv_1/items"] = {
+        data: [
+          { ...stored, id: "msg_u1", role: "user", parent_id: null, content: content("One") },
+          { ...stored, id: "msg_a1", role: "assistant", parent_id: "msg_u1", content: content("whole") },
+        ],
+      };
+      const error = { code: "stream_expired", param: "stream", message: "no longer available" };
+      FakeSocket.last.push({ type: "error", status: 400, error, stream_id: streamId() });
+      await vi.advanceTimersByTimeAsync(100);
+      const headers = expect.objectContaining({ "idempotency-key": first.idempotency_key }) as unknown;
+      expect(calls).toContainEqual({ method: "POST", path: "/v1/responses", body: first, headers });
+      expect(texts()).toEqual(["One", "whole"]);
+      expect([...chat.thread.value.tree.value.all()].map(({ id }) => id.value)).toEqual(["msg_u1", "msg_a1"]);
+      expect([leaf().status.value, chat.live.value]).toEqual(["done", null]);
+    });
+
+    it("fails if the server does not return it", async () => {
+      statuses["/v1/responses"] = 404;
+      const error = { code: "stream_expired", param: "stream", message: "no longer available" };
+      FakeSocket.last.push({ type: "error", status: 400, error, stream_id: streamId() });
+      await vi.advanceTimersByTimeAsync(100);
+      expect(leaf().error.value).toBe("The connection was lost and the server has no stored answer.");
+    });
   });
 
   it("does not send to a conversation that did not load", async () => {

@@ -1,6 +1,7 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { WireConversation } from "../src/api/frames";
 import { RequestError } from "../src/api/rest";
+import { load, save } from "../src/app/browser";
 import { DEFAULT_SAMPLING, parseSampling } from "../src/app/settings";
 import { Conversations, groupByDay } from "../src/conversations/conversations";
 import {
@@ -59,6 +60,56 @@ describe("groupByDay", () => {
 
   it("treats a time in the future as today", () => {
     expect(groupByDay([at("2026-03-16T08:00:00")], now)[0]!.name).toBe("Today");
+  });
+});
+
+describe("a pinned conversation that is not on the first page of the list", () => {
+  const head = (id: string, updated_at: number, metadata = {}) => ({
+    ...{ id, title: id, created_at: 0, updated_at, active_leaf: null, rev: 1, metadata },
+  });
+  const OLD = "/v1/conversations/conv_old";
+  const pinned = () => load<readonly string[]>("pinned", []);
+  let server: FakeServer;
+  let conversations: Conversations;
+
+  beforeEach(() => {
+    server = fakeNetwork();
+    server.replies["/v1/conversations"] = { data: [head("conv_new", 9)], has_more: true, next: "x" };
+    server.replies[OLD] = head("conv_old", 1, withPin({}, true));
+    save("pinned", ["conv_old"]);
+    conversations = new Conversations();
+  });
+  afterEach(() => {
+    vi.unstubAllGlobals();
+    vi.useRealTimers();
+  });
+
+  it("is listed after each reload", async () => {
+    await conversations.refresh();
+    expect(conversations.shown.value.map(({ id }) => id)).toEqual(["conv_new", "conv_old"]);
+    expect(pinned()).toEqual(["conv_old"]);
+  });
+
+  it("stays pinned while it cannot be read", async () => {
+    server.statuses[OLD] = 500;
+    await conversations.refresh();
+    expect(pinned()).toEqual(["conv_old"]);
+  });
+
+  it("is forgotten when it does not exist any more", async () => {
+    server.statuses[OLD] = 404;
+    await conversations.refresh();
+    expect(pinned()).toEqual([]);
+  });
+
+  it("is forgotten when it is deleted or unpinned", async () => {
+    await conversations.refresh();
+    conversations.removeLocal("conv_old");
+    expect(pinned()).toEqual([]);
+    conversations.upsert(head("conv_old", 1, withPin({}, true)));
+    expect(pinned()).toEqual(["conv_old"]);
+    conversations.upsert(head("conv_old", 1));
+    expect(pinned()).toEqual([]);
   });
 });
 

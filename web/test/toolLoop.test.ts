@@ -215,12 +215,12 @@ describe("calls", () => {
     expect(chat.toolServers.find(leaf().calls.value[0]!)!.needs_confirmation).toBe(true);
   });
 
-  test("an answer without text continues by its stored id", async () => {
-    chat.send("Find it");
+  /** Answer the last request with one call and without a text: the answer gets its id when it is stored. */
+  async function answerWithCall(name: string): Promise<void> {
     await settle();
     const push = (frame: object) => FakeSocket.last.push({ stream_id: last().stream_id, ...frame });
     const response = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" } };
-    const call = { call_id: "c", name: "search", namespace: "docs", arguments: "{}", candidate: 0 };
+    const call = { call_id: "c", name, namespace: "docs", arguments: "{}", candidate: 0 };
     push({ type: "response.created", response: { ...response, input_item_ids: ["in_1"] } });
     push({ type: "response.output_item.done", output_index: 0, item: { id: "fc", type: "function_call", ...call } });
     const stored = { status: "completed", content: [], response_id: null, index: null, num_tokens: 1, created_at: 0 };
@@ -240,10 +240,31 @@ describe("calls", () => {
       ],
     };
     push({ type: "response.completed", response: { ...response, status: "completed" } });
+  }
+
+  test("an answer without text continues by its stored id", async () => {
+    chat.send("Find it");
+    await answerWithCall("search");
     await settle();
     answers[0]!.resolve(result("found"));
     await settle();
     expect(last()).toMatchObject({ previous_item_id: "msg_7", input: [output("c", "found")] });
+  });
+
+  test("an answer without text gets its id while its call waits for the user", async () => {
+    chat.send("Delete it");
+    await answerWithCall("write");
+    await settle();
+    expect(leaf().id.value).toBe("msg_7");
+  });
+
+  test.each(["search", "write"])("a message written instead of the result of %s follows the answer", async (name) => {
+    chat.send("Delete it");
+    await answerWithCall(name);
+    chat.send("No, rename it");
+    await settle();
+    expect(last()).toMatchObject({ previous_item_id: "msg_7", input: [{ content: "No, rename it" }] });
+    expect(chat.thread.value.tree.value.path.value.map(({ id }) => id.value)).toEqual(["in_1", "msg_7", null, null]);
   });
 
   test("another message stops a running call, whose result is not sent", async () => {

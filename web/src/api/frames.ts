@@ -215,6 +215,7 @@ export interface Continuation {
 export interface CreateFrame extends Continuation, ToolFields {
   readonly type: "response.create";
   readonly stream_id: string;
+  readonly idempotency_key: string;
   readonly instructions?: string;
   readonly explain?: boolean;
   readonly n?: number;

@@ -187,7 +187,7 @@ export async function call<T>(method: string, route: string, body?: unknown, how
   const init: RequestInit = { ...how };
   if (body !== undefined) {
     init.body = JSON.stringify(body);
-    init.headers = { "content-type": "application/json" };
+    init.headers = { "content-type": "application/json", ...how.headers };
   }
   return (await (await request(method, route, init)).json()) as T;
 }

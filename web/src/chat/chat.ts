@@ -225,6 +225,7 @@ export class Chat {
   }
 
   newConversation(): void {
+    this.unsent.takeBackFailed(this.unstarted);
     const { id, tree, attachments } = this.unstarted;
     const isStarted = id.value !== null || tree.value.size > 0;
     this.unstarted = isStarted ? new Thread() : new Thread(attachments);
@@ -282,7 +283,11 @@ export class Chat {
       const frame = createFrame(thread, above, key, settings, { ...options, instructions }, tools);
       this.streams.start(thread, turn, above, frame, this.session.value?.limits.max_frame_bytes);
     };
-    const waits = [this.edits.flush(), this.toolServers.prepare(settings.toolServers)].filter((wait) => wait !== null);
+    const waits = [
+      this.edits.flush(),
+      this.toolServers.prepare(settings.toolServers),
+      this.loader.loadId(thread, tree.get(above.parent ?? "")),
+    ].filter((wait) => wait !== null);
     if (waits.length === 0) send();
     else {
       thread.addTurn(turn);
@@ -324,7 +329,9 @@ export class Chat {
     const id = thread.id.value;
     const isShown = thread === this.thread.value;
     if (turn.isSteered) turn.markSteered();
+    this.unsent.drafts.saveSoon();
     if (turn.isTooLong && above) this.unsent.takeBack(thread, above, turn.candidates[0]!.error.value);
+    for (const answer of turn.candidates) void this.loader.loadId(thread, answer);
     void this.afterTurn(thread, turn);
     const calling = turn.callingAnswer;
     if (calling) void import("./toolLoop").then(({ startCalls }) => startCalls(this, thread, calling));

@@ -5,6 +5,7 @@ import { toast } from "../app/notifications";
 import type { Conversations } from "../conversations/conversations";
 import type { StoredConversation } from "../conversations/offlineCopies";
 import { itemsOf, type Thread } from "./thread";
+import type { Message } from "./tree";
 
 const POLL_MS = 1000;
 const MAX_POLLS = 20;
@@ -96,6 +97,13 @@ export class ConversationLoader {
         .finally(() => this.refreshes.delete(thread));
     this.refreshes.set(thread, reading);
     return reading;
+  }
+
+  /** Load the id of an answer of calls only, which has one when it is stored. Null if the answer needs none. */
+  loadId(thread: Thread, answer: Message | undefined): Promise<boolean> | null {
+    const id = thread.id.value;
+    const isNeeded = answer?.id.value === null && answer.calls.value.length > 0;
+    return isNeeded && id !== null ? this.refresh(thread, id) : null;
   }
 
   /** Wait until the answers of `response` are stored, then show them. False if none appeared. */

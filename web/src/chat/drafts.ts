@@ -25,6 +25,7 @@ export class Drafts {
   private readonly drafts: Map<string, string>; // of the message box and of editors
   private readonly edits = new Map<Message, Edit>(); // by the original, until they are stored on the server
   private readonly threads = new Set<Thread>(); // shown so far
+  private saved: ReadonlyMap<string, string>; // of this page; other pages change other texts
   private key = NEW_CONVERSATION; // of the shown conversation
   private timer: ReturnType<typeof setTimeout> | undefined;
 
@@ -33,7 +34,8 @@ export class Drafts {
     thread: ReadonlySignal<Thread>,
     private readonly text: Signal<string>,
   ) {
-    this.drafts = new Map(Object.entries(load<Record<string, string>>(STORAGE_KEY, {})));
+    this.saved = loadStored();
+    this.drafts = new Map(this.saved);
     let shown: Thread | null = null;
     effect(() => {
       const now = thread.value;
@@ -53,16 +55,19 @@ export class Drafts {
     addEventListener("pagehide", () => this.save());
   }
 
-  /** Put a text into the message box of a thread, which may be hidden; false if another text is there. */
-  restore(thread: Thread, text: string): boolean {
-    const key = keyOf(thread);
-    if (this.drafts.has(key)) return false;
-    this.store(key, text);
-    if (key === this.key) this.text.value = text;
-    return true;
+  /** The text in the message box of a thread, which may be hidden. */
+  boxOf(thread: Thread): string {
+    return this.drafts.get(keyOf(thread)) ?? "";
   }
 
-  /** The text of an editor that was left with Escape, or whose message the server refused. */
+  /** Put a text into the message box of a thread, before what is there. */
+  restore(thread: Thread, text: string): void {
+    const key = keyOf(thread);
+    this.store(key, joinTexts(text, this.boxOf(thread)));
+    if (key === this.key) this.text.value = this.boxOf(thread);
+  }
+
+  /** The text of an editor that was not cancelled, or whose message the server refused. */
   editOf(message: Message, editor: string): string | undefined {
     return this.drafts.get(editKey(message, editor));
   }
@@ -95,18 +100,28 @@ export class Drafts {
     const texts = new Map(this.drafts);
     for (const thread of this.threads) {
       const key = keyOf(thread);
-      texts.set(key, joinTexts(...thread.queued.peek().map(({ text }) => text), texts.get(key) ?? ""));
+      const queued = thread.queued.peek().map(({ text }) => text);
+      texts.set(key, joinTexts(...failedMessages(thread).map(writtenText), ...queued, texts.get(key) ?? ""));
     }
     for (const [original, { thread, edited }] of this.edits) {
       const isDeleted = thread.tree.peek().get(edited.key) === undefined;
       if (edited.id.peek() !== null || isDeleted) this.edits.delete(original);
-      else texts.set(editKey(original, QUESTION_EDITOR), splitMessage(edited.text.peek()).text);
+      else texts.set(editKey(original, QUESTION_EDITOR), writtenText(edited));
     }
-    const isKept = ([key, text]: [string, string]) =>
-      text !== "" && text.length <= MAX_CHARS && !key.startsWith(UNSTORED);
-    const stored = [...texts].filter(isKept).slice(-MAX_DRAFTS);
-    save(STORAGE_KEY, Object.fromEntries(stored));
+    const stored = loadStored();
+    for (const key of new Set([...this.saved.keys(), ...texts.keys()])) {
+      const text = texts.get(key) ?? "";
+      if (text === (this.saved.get(key) ?? "")) continue;
+      stored.delete(key); // the newest is last
+      if (text !== "" && text.length <= MAX_CHARS && !key.startsWith(UNSTORED)) stored.set(key, text);
+    }
+    this.saved = texts;
+    save(STORAGE_KEY, Object.fromEntries([...stored].slice(-MAX_DRAFTS)));
   }
+}
+
+function loadStored(): Map<string, string> {
+  return new Map(Object.entries(load<Record<string, string>>(STORAGE_KEY, {})));
 }
 
 function keyOf({ id }: Thread): string {
@@ -115,6 +130,22 @@ function keyOf({ id }: Thread): string {
 
 function editKey({ id, key }: Message, editor: string): string {
   return `${id.peek() ?? UNSTORED + key} ${editor}`;
+}
+
+/** The messages that the server has not stored, because each answer to them failed; not edited ones. */
+export function failedMessages({ tree: { value: tree } }: Thread): readonly Message[] {
+  return [...tree.all()].filter(
+    (message) =>
+      message.role === "user" &&
+      tree.chosenChild(message.parent) === message &&
+      tree.siblings(message).every(({ id }) => id.peek() === null) &&
+      tree.childrenOf(message.key).every(({ status }) => status.peek() === "error"),
+  );
+}
+
+/** The text of a message without its files. */
+export function writtenText({ text }: Message): string {
+  return splitMessage(text.peek()).text;
 }
 
 /** Join messages to one, with an empty line between them. */

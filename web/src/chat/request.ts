@@ -35,6 +35,8 @@ export function createFrame(
   return {
     type: "response.create",
     stream_id: stream,
+    // not `randomUUID`, which is missing over plain http from another host
+    idempotency_key: crypto.getRandomValues(new Uint32Array(4)).join(),
     ...(start
       ? continuationAtToken(start)
       : outputs

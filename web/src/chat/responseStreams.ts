@@ -1,6 +1,7 @@
 // Running responses of this connection, started here or elsewhere: assigns frames to turns, ends turns, and resumes
 // them after a lost connection.
 import type { CreateFrame, ServerFrame, WireResponse } from "../api/frames";
+import { call } from "../api/rest";
 import type { Socket } from "../api/socket";
 import { announce } from "../app/notifications";
 import type { ConversationLoader } from "./conversationLoader";
@@ -12,7 +13,8 @@ export interface ResponseStream {
   readonly thread: Thread;
   readonly turn: Turn;
   readonly above: Message | null; // the message that the turn answers, if it was sent here
-  resuming: boolean; // resume was requested and not answered yet
+  readonly frame: CreateFrame | null; // the request, if it was sent here
+  resuming: boolean; // the request or its resume was sent on a new connection and not answered yet
 }
 
 /** A response started elsewhere whose resume was requested and not answered yet. */
@@ -48,7 +50,7 @@ export class ResponseStreams {
       thread.live.value = this.otherTurn(thread);
       return;
     }
-    this.streams.set(turn.key, { thread, turn, above, resuming: false });
+    this.streams.set(turn.key, { thread, turn, above, frame, resuming: false });
     turn.isSubmitted = true;
     const count = turn.candidates.length;
     if (this.socket.send(frame)) announce(count > 1 ? `Generating ${count} answers.` : "Generating.");
@@ -96,9 +98,13 @@ export class ResponseStreams {
     if (followed) this.onFirstFrame(frame.stream_id, followed, frame);
     const stream = this.streams.get(frame.stream_id);
     if (!stream) return followed !== undefined;
-    const lost = stream.resuming && frame.type === "error";
+    // `stream`: the request was accepted before, and its events are not available any more
+    const isLost =
+      stream.resuming &&
+      frame.type === "error" &&
+      (stream.turn.responseId.value !== null || frame.error.param === "stream");
     stream.resuming = false;
-    if (lost) {
+    if (isLost) {
       void this.showStored(stream);
       return true;
     }
@@ -119,12 +125,12 @@ export class ResponseStreams {
     }
     for (const [key, stream] of [...this.streams]) {
       const response_id = stream.turn.responseId.value;
+      stream.resuming = true;
       if (response_id === null) {
-        this.finish(key, "The connection was lost before this was sent.");
+        this.socket.send(stream.frame!); // which the server runs once, by its idempotency key
         continue;
       }
       stream.turn.onConnectionLost(this.batcher);
-      stream.resuming = true;
       const starting_after = stream.turn.lastSequence;
       this.socket.send({ type: "response.resume", response_id, starting_after, stream_id: key });
       if (stream.turn.stopRequested) this.sendCancel(stream.turn, response_id);
@@ -151,7 +157,7 @@ export class ResponseStreams {
       const turn = thread.turnOfResponse(response) ? null : followedTurn(thread, key, frame.response);
       if (turn) {
         thread.addTurn(turn);
-        this.streams.set(key, { thread, turn, above: null, resuming: false });
+        this.streams.set(key, { thread, turn, above: null, frame: null, resuming: false });
         announce("An answer is being generated.");
       }
     } else if (frame.type !== "error") return;
@@ -161,6 +167,11 @@ export class ResponseStreams {
 
   /** The server has no such stream: show what it stored of the answer. */
   private async showStored(stream: ResponseStream): Promise<void> {
+    if (stream.turn.responseId.value === null) {
+      const headers = { "idempotency-key": stream.frame!.idempotency_key };
+      const created = await call<WireResponse>("POST", "v1/responses", stream.frame, { headers }).catch(() => null);
+      if (created) this.receive({ type: "response.created", response: created, stream_id: stream.turn.key });
+    }
     const id = stream.thread.id.value;
     const response = stream.turn.responseId.value;
     const found = id !== null && response !== null && (await this.loader.waitUntilStored(stream.thread, id, response));

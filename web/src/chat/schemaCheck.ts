@@ -124,3 +124,14 @@ const REWORDED: Readonly<Record<string, string>> = { maxProperties: "the value h
 function unknown(error: unknown): SchemaVerdict {
   return { state: "unknown", problem: (error as Error).message.split(/\n| {2}/)[0]! };
 }
+
+const LABELS: Readonly<Record<SchemaVerdict["state"], string>> = {
+  incomplete: "JSON incomplete, matches the schema so far",
+  matches: "Matches the schema",
+  invalid: "Does not match the schema.",
+  unknown: "The schema cannot be checked.",
+};
+
+export function describeVerdict({ state, problem }: SchemaVerdict): string {
+  return `${LABELS[state]} ${problem}`.trim();
+}

@@ -20,7 +20,7 @@ const DECLINED = "The user declined this call.";
 /** The part of the chat that the loop uses. */
 export interface ToolHost {
   readonly toolServers: ToolServers;
-  readonly loader: Pick<ConversationLoader, "refresh">;
+  readonly loader: Pick<ConversationLoader, "loadId">;
   generate(thread: Thread, above: Message, only: Partial<Sampling>, options: AnswerOptions): void;
 }
 
@@ -85,8 +85,7 @@ export function declineCall(host: ToolHost, thread: Thread, answer: Message, cal
 export async function continueAnswer(host: ToolHost, thread: Thread, answer: Message): Promise<void> {
   const outputs = answer.calls.value.flatMap((call) => outputOf(host, answer, call) ?? []);
   if (outputs.length < answer.calls.value.length || !isLast(thread, answer)) return;
-  // an answer without text gets its id when it is stored
-  if (answer.id.value === null && thread.id.value !== null) await host.loader.refresh(thread, thread.id.value);
+  await host.loader.loadId(thread, answer);
   if (answer.id.value === null) {
     toast("The results cannot be sent: the server has not stored the calls.");
     return;

@@ -3,8 +3,8 @@
 import type { ReadonlySignal, Signal } from "@preact/signals";
 import { announce } from "../app/notifications";
 import { type Sampling, sampling, systemPrompt } from "../app/settings";
-import { type Attachment, type Attachments, splitMessage } from "./attachments";
-import { Drafts, joinTexts } from "./drafts";
+import type { Attachment, Attachments } from "./attachments";
+import { Drafts, failedMessages, joinTexts, writtenText } from "./drafts";
 import type { QueuedMessage, Thread } from "./thread";
 import type { Message } from "./tree";
 
@@ -67,14 +67,23 @@ export class UnsentMessages {
    * of an edited one is a draft of its editor after a reload.
    */
   takeBack(thread: Thread, refused: Message, reason: string): void {
-    this.drafts.saveSoon();
-    const tree = thread.tree.value;
-    const isNew = refused.id.value === null && tree.siblings(refused).length === 1; // not an edited one
-    if (!isNew || thread.attachments.value.length > 0) return;
-    if (!this.drafts.restore(thread, splitMessage(refused.text.value).text)) return;
-    thread.attachments.value = this.attachments.sentWith(refused);
+    const isNew = refused.id.value === null && thread.tree.value.siblings(refused).length === 1; // not an edited one
+    if (!isNew || thread.attachments.value.length > 0 || this.drafts.boxOf(thread) !== "") return;
+    this.moveToBox(thread, [refused]);
     thread.refusal.value = `${reason}. Your message is in the message box again.`;
-    for (const each of [...tree.childrenOf(refused.key), refused]) tree.remove(each);
+  }
+
+  /** Move the failed messages of a new conversation, which is left, back into the message box. */
+  takeBackFailed(thread: Thread): void {
+    if (thread.id.value === null && thread.live.value === null) this.moveToBox(thread, failedMessages(thread));
+  }
+
+  private moveToBox(thread: Thread, messages: readonly Message[]): void {
+    const { attachments } = thread;
+    const tree = thread.tree.value;
+    this.drafts.restore(thread, joinTexts(...messages.map(writtenText)));
+    attachments.value = [...messages.flatMap((message) => this.attachments.sentWith(message)), ...attachments.value];
+    for (const message of messages) for (const each of [...tree.childrenOf(message.key), message]) tree.remove(each);
   }
 
   /** Take what is written in the message box along to the thread that `show` shows. */

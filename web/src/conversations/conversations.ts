@@ -112,8 +112,14 @@ export class Conversations {
   /** Load pinned conversations by id: they are listed first however old they are. */
   private async fetchPinned(): Promise<void> {
     const missing = load<readonly string[]>("pinned", []).filter((id) => !this.find(id));
-    const found = await Promise.all(missing.map((id) => rest.getConversation(id).catch(() => null)));
-    this.store(found.filter((head) => head !== null));
+    const read = async (id: string) => {
+      try {
+        this.store([await rest.getConversation(id)]);
+      } catch (error) {
+        if (error instanceof rest.RequestError && error.status === 404) this.removeLocal(id);
+      }
+    };
+    await Promise.all(missing.map(read));
   }
 
   /** Remove conversations that are missing from the first page although they would belong there: they were deleted. */
@@ -132,8 +138,16 @@ export class Conversations {
     }
     this.all.value = all;
     this.now.value = Date.now();
-    const pinned = [...all.values()].filter(({ metadata }) => isPinned(metadata)).map(({ id }) => id);
-    if (pinned.join() !== load<readonly string[]>("pinned", []).join()) save("pinned", pinned);
+    this.savePinned();
+  }
+
+  /** Save which conversations are pinned, also those that are not loaded. */
+  private savePinned(deleted?: string): void {
+    const all = this.all.value;
+    const before = load<readonly string[]>("pinned", []);
+    const isKept = (id: string) => (all.has(id) ? isPinned(all.get(id)!.metadata) : id !== deleted);
+    const pinned = [...new Set([...before, ...all.keys()])].filter(isKept);
+    if (pinned.join() !== before.join()) save("pinned", pinned);
   }
 
   upsert(head: WireConversation): void {
@@ -168,6 +182,7 @@ export class Conversations {
     const all = new Map(this.all.value);
     all.delete(id);
     this.all.value = all;
+    this.savePinned(id);
     void this.copies.remove(id);
     this.setRunning(id, []);
     this.markSeen(id);

@@ -3,8 +3,8 @@
 import { signal } from "@preact/signals";
 import { useEffect } from "preact/hooks";
 import { toast } from "../app/notifications";
-import type { Chat } from "../chat/chat";
 import { useChat } from "./context";
+import { importAll } from "./fileActions";
 import { Paperclip, Upload } from "./icons";
 import { focusComposer } from "./navigation";
 
@@ -56,12 +56,6 @@ function droppedFiles(data: DataTransfer): readonly File[] {
   if (folders.length > 0) toast("Folders are not read. Drop the files in them.");
   const names = new Set(folders.map((item) => item.webkitGetAsEntry()?.name));
   return [...data.files].filter(({ name }) => !names.has(name));
-}
-
-async function importAll(chat: Chat, files: readonly File[]): Promise<void> {
-  const { importFiles } = await import("../conversations/importExport");
-  const id = await importFiles(files, chat.conversations);
-  if (id !== null) void chat.open(id);
 }
 
 /** Cover of the region that takes the dragged files. */

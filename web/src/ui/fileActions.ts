@@ -10,12 +10,14 @@ export function importFromPicker(chat: Chat): void {
   input.type = "file";
   input.multiple = true;
   input.accept = ".json,.jsonl,.ndjson,application/json";
-  input.onchange = async () => {
-    const { importFiles } = await load();
-    const id = await importFiles([...(input.files ?? [])], chat.conversations);
-    if (id !== null) void chat.open(id);
-  };
+  input.onchange = () => importAll(chat, [...(input.files ?? [])]);
   input.click();
+}
+
+export async function importAll(chat: Chat, files: readonly File[]): Promise<void> {
+  const { importFiles } = await load();
+  const id = await importFiles(files, chat.conversations);
+  if (id !== null) void chat.open(id);
 }
 
 export async function exportAll(): Promise<void> {

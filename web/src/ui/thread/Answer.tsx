@@ -11,6 +11,7 @@ import { lazy } from "../lazy";
 import type { MenuItem } from "../Menu";
 import { comparedAnswer } from "../navigation";
 import { ReadAloudButton } from "../ReadAloud";
+import { ToolCalls } from "./AnswerCard";
 import { AnswerStats, UnsavedBadge } from "./AnswerStats";
 import { type EditorAction, MessageEditor, MessageMenu } from "./MessageEditor";
 import { CopyButton, Ending, Markdown, Pending, Reasoning, VersionSwitcher } from "./MessageParts";
@@ -19,7 +20,6 @@ import { wordAtPoint, wordOffset } from "./wordAtPoint";
 
 const CompareSettingsForm = lazy(async () => (await import("./CompareSettings")).CompareSettingsForm);
 const TokenText = lazy(async () => (await import("./TokenView")).TokenText);
-const ToolCalls = lazy(async () => (await import("./ToolCalls")).ToolCalls);
 const DOUBLE_CLICK_MS = 250;
 
 export function Answer({ message, turn }: { message: Message; turn: Turn | undefined }) {

@@ -12,7 +12,7 @@ import { DroppedNote } from "./AnswerStats";
 import { Ending, Markdown, Pending, Reasoning, STATUS_LABELS } from "./MessageParts";
 import { SchemaStatus } from "./SchemaStatus";
 
-const ToolCalls = lazy(async () => (await import("./ToolCalls")).ToolCalls);
+export const ToolCalls = lazy(async () => (await import("./ToolCalls")).ToolCalls);
 
 interface CardProps {
   readonly message: Message;

@@ -1,6 +1,7 @@
 // Editor of a message in its place: a question, an answer, or the beginning of an answer. And the menu of a message.
 import type { ComponentChildren } from "preact";
 import { useLayoutEffect, useRef } from "preact/hooks";
+import { toast } from "../../app/notifications";
 import type { Message } from "../../chat/tree";
 import { useChat } from "../context";
 import { Fork, More, Trash } from "../icons";
@@ -31,16 +32,22 @@ export function MessageEditor(props: EditorProps) {
     area.current?.focus();
     area.current?.setSelectionRange(-1, -1);
   }, []);
-  const { drafts } = useChat().unsent;
+  const chat = useChat();
+  const { drafts } = chat.unsent;
   const draft = drafts.editOf(message, label) ?? text;
-  const close = (kept: string | null = null) => {
-    drafts.keepEdit(message, label, kept);
+  const keep = (written: string) => drafts.keepEdit(message, label, written === text ? null : written);
+  const close = (kept = text) => {
+    keep(kept);
     onClose();
     focusComposer(); // otherwise the focus is lost with the editor
   };
   const run = (action: EditorAction) => {
     const written = area.current?.value.trim() ?? "";
     if (written === "") return;
+    if (chat.live.value) {
+      toast("An answer is being written.");
+      return;
+    }
     close();
     action.run(written);
   };
@@ -48,8 +55,7 @@ export function MessageEditor(props: EditorProps) {
     if (event.isComposing) return;
     if (event.key === "Escape") {
       event.stopPropagation();
-      const written = area.current?.value ?? text;
-      close(written === text ? null : written);
+      close(area.current?.value);
     } else if (event.key === "Enter" && !event.shiftKey && !isTouch()) {
       event.preventDefault();
       run(actions.at(-1)!);
@@ -65,6 +71,7 @@ export function MessageEditor(props: EditorProps) {
         enterkeyhint={isTouch() ? "enter" : "done"}
         rows={editorRows(draft)}
         defaultValue={draft}
+        onInput={(event) => keep(event.currentTarget.value)}
         onKeyDown={onKeyDown}
       />
       <div class="editor-foot">

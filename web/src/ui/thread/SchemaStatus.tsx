@@ -13,15 +13,13 @@ import { pacer } from "./MessageParts";
 // A text that may have been asked for with a schema.
 const LIKE_JSON = /^\s*(?:["{[]|(?:-?\d[\d.eE+-]*|true|false|null)\s*$)/;
 
-const LABELS: Readonly<Record<SchemaVerdict["state"], string>> = {
-  incomplete: "JSON incomplete, matches the schema so far",
-  matches: "Matches the schema",
-  invalid: "Does not match the schema.",
-  unknown: "The schema cannot be checked.",
-};
+interface Shown {
+  readonly state: SchemaVerdict["state"];
+  readonly text: string;
+}
 
 export function SchemaStatus({ message, turn }: { message: Message; turn: Turn }) {
-  const verdict = useSignal<SchemaVerdict | null>(null);
+  const verdict = useSignal<Shown | null>(null);
   const spoken = useSignal(""); // the verdict on an answer that has ended while it was shown
   const grew = useRef(isGrowing(message)); // a short answer ends before effects run
   const schema = turn.settings.value?.schema ?? null;
@@ -34,21 +32,22 @@ export function SchemaStatus({ message, turn }: { message: Message; turn: Turn }
     const owner = {};
     let stop: (() => void) | null = () => {};
     void import("../../chat/schemaCheck").then(
-      ({ schemaChecker }) => {
+      ({ schemaChecker, describeVerdict }) => {
         if (stop === null) return;
         const check = schemaChecker(schema);
         stop = effect(() => {
           const text = message.text.value;
           const growing = isGrowing(message);
           const show = () => {
-            verdict.value = text === "" ? null : check(text, !growing);
+            const found = text === "" ? null : check(text, !growing);
+            verdict.value = found && { state: found.state, text: describeVerdict(found) };
           };
           if (growing) {
             pacer.schedule(owner, show);
             return;
           }
           pacer.drawNow(owner, show);
-          if (grew.current && verdict.peek()) spoken.value = describeVerdict(verdict.peek()!);
+          if (grew.current && verdict.peek()) spoken.value = verdict.peek()!.text;
         });
       },
       () => {}, // did not load: nothing is shown, the next answer tries again
@@ -71,7 +70,7 @@ export function SchemaStatus({ message, turn }: { message: Message; turn: Turn }
         <p class={`schema-status schema-${state}`} data-schema={state} aria-hidden={spoken.value !== ""}>
           {state === "matches" && <Check />}
           {state === "invalid" && <Close />}
-          <span>{describeVerdict(verdict.value!)}</span>
+          <span>{verdict.value!.text}</span>
         </p>
       )}
     </>
@@ -79,7 +78,3 @@ export function SchemaStatus({ message, turn }: { message: Message; turn: Turn }
 }
 
 const isGrowing = ({ status }: Message) => status.value === "streaming" || status.value === "waiting";
-
-function describeVerdict({ state, problem }: SchemaVerdict): string {
-  return `${LABELS[state]} ${problem}`.trim();
-}
