@@ -17,9 +17,14 @@ import httpx
 import pytest
 from websockets.sync.client import connect
 
+from chatcache.auth import utc_day
 from chatcache.cluster.takeover import records_key
+from chatcache.config import ServerConfig
+from chatcache.gateway.limits.rate_limits import CLEANUP_INTERVAL_S
+from chatcache.storage.redis_layout import API_KEYS_KEY, usage_key
 from tests.cli.servers import GatewayOnly, Worker, until_status
 from tests.gateway.frames import receive, send
+from tests.gateway.keyed import give
 from tests.support.redis_servers import RedisServer, redis_server
 
 MANY_TOKENS = 2000
@@ -382,6 +387,47 @@ def test_stopped_gateway_leaves_its_responses_to_the_other_one(
         assert error["sequence_number"] == stream.seen[-1]["sequence_number"] + 1, "that of the event that follows"
         end = check_rest(both, stream)
         assert end["type"] == "response.incomplete" and end["response"]["usage"]["output_tokens"] == MANY_TOKENS
+
+
+@contextlib.contextmanager
+def limited_key(both: Gateways, redis: RedisServer) -> Iterator[str]:
+    """Have the clients of both gateways use a key with limits; yield its id."""
+    held = give(ServerConfig(redis=redis.url), "tenant", tokens_per_day=10**6, max_concurrent=1)
+    try:
+        for client in (both.first, both.second):
+            until_status(str(client.base_url.join("/v1/models")), 401)
+            client.headers.update(held.bearer)
+        yield held.record.id
+    finally:
+        redis.admin.delete(API_KEYS_KEY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP])
+def test_response_that_another_gateway_continues_is_charged_once(
+    bus: tuple[RedisServer, Worker], long_folder: Path, tmp_path: Path, end: signal.Signals
+) -> None:
+    redis = bus[0]
+    with (
+        gateways(GatewayOnly, long_folder, tmp_path, redis, "--drain-timeout", "0") as both,
+        limited_key(both, redis) as key_id,
+    ):
+        stream = Stream(both, {})
+        assert stream.id
+        both.processes[0].signal(end)
+        last = read_stream(both.second, stream.id)[-1]
+        both.processes[0].signal(signal.SIGCONT)
+        usage = last["response"]["usage"]
+        cost = usage["total_tokens"] - usage["input_tokens_details"]["cached_tokens"]
+
+        def charged() -> int:
+            return int(redis.admin.hget(usage_key(utc_day(time.time())), key_id) or 0)
+
+        deadline_s = time.monotonic() + TAKEOVER_TIMEOUT_S
+        while not charged() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        time.sleep(CLEANUP_INTERVAL_S + 1)  # for the first gateway to store what it has charged
+        assert charged() == cost
 
 
 @pytest.mark.slow

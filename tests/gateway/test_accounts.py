@@ -282,6 +282,27 @@ def test_limits_per_minute_hold_for_two_gateways_together() -> None:
         first.admit(principal, work)
 
 
+def test_request_that_another_gateway_continues_is_charged_once() -> None:
+    clock = Clock()
+    first, second, third = limiter_on(clock), limiter_on(clock), limiter_on(clock)
+    link(first, second, third)
+    principal = keyed(requests_per_minute=5, tokens_per_minute=1000, tokens_per_day=5000, max_concurrent=1)
+    work = RequestCost(100, max_tokens=100)
+    here = first.admit(principal, work)
+    there = second.adopt(principal, work)  # although the first gateway still counts it as running
+    here.hand_over()
+    here.commit(150)
+    with pytest.raises(RateLimitError, match="1 candidates"):
+        first.admit(principal, work)
+    there.commit(150)
+    for limiter in (first, second, third):
+        headers = limiter.headers(principal)
+        assert headers["x-ratelimit-remaining-requests"] == "4"
+        assert headers["x-ratelimit-remaining-tokens"] == str(1000 - 150)
+    assert [limiter.usage.used("k") for limiter in (first, second, third)] == [0, 150, 0]
+    third.admit(principal, work).refund()
+
+
 async def test_candidates_that_run_elsewhere_count_until_their_gateway_is_silent() -> None:
     clock = Clock()
     first, second = limiter_on(clock), limiter_on(clock)

@@ -14,13 +14,14 @@ import pytest
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
+from chatcache.conversations.tree import ResponseElsewhereError
 from chatcache.gateway.auth.principal import KeyLimits
 from chatcache.gateway.limits.rate_limits import RATE_HEADERS, RESERVED_TOKENS, Reservation
 from tests.gateway.clocks import Clock
 from tests.gateway.frames import receive, send, until_end
 from tests.gateway.keyed import give, take_away
 from tests.gateway.limited import LimitedServer, keys_with, limited_server
-from tests.gateway.serving import post_bytes, slowed, wait_until
+from tests.gateway.serving import hurry, post_bytes, slowed, wait_until
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 DAY_S = 86_400
@@ -273,6 +274,47 @@ def test_concurrency_limit_covers_every_route(server: LimitedServer) -> None:
         while frame["type"] != "response.incomplete":
             frame = receive(socket)
         wait_until(lambda: chat(server, AT_ONCE)[0] == 200, "room", 60)
+    server.wait_idle()
+
+
+class Recorder:
+    """Takes the records of responses, so that another gateway could continue them."""
+
+    async def record(self, *_: object) -> bool:
+        return True
+
+    def discard_record(self, request_id: str) -> None: ...
+
+
+@pytest.mark.parametrize("has_ended", [False, True], ids=["it runs", "it has ended here, too"])
+def test_response_that_another_gateway_continues_is_not_charged_here(
+    server: LimitedServer, monkeypatch: pytest.MonkeyPatch, has_ended: bool
+) -> None:
+    moved = give(server.config, "moved", tokens_per_day=10_000, max_concurrent=1)
+    server.call(server.gateway.key_cache.refresh())
+    monkeypatch.setattr(server.gateway, "recorder", Recorder())
+    body = {"input": "Hi", "background": True, "max_output_tokens": 900, "ignore_eos": True}
+    with slowed(server, 0.02):
+        response_id = server.request("POST", RESPONSES, body, moved.bearer)[2]["id"]
+        wait_until(lambda: num_generated(server) > 10, "tokens", 60)
+        run: Any = server.gateway.responses.running()[0]
+        assert run.id == response_id
+
+        async def abandon() -> None:
+            run.abandon()
+
+        async def refuse(*_: object) -> None:
+            raise ResponseElsewhereError(response_id, "end", "response_id")
+
+        if has_ended:
+            monkeypatch.setattr(server.gateway.loaded_model().conversations, "complete", refuse)
+            hurry(server)
+        else:
+            server.call(abandon())
+        wait_until(lambda: run.task.done(), "the end", 60)
+    account = server.gateway.limiter._accounts[moved.record.id]
+    assert (account.num_running, account._num_reserved) == (0, 0)
+    assert server.gateway.limiter.usage.used(moved.record.id) == 0
     server.wait_idle()
 
 

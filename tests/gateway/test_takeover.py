@@ -12,6 +12,7 @@ from chatcache.conversations.tree import Turn
 from chatcache.errors import EngineError, NotFoundError
 from chatcache.gateway import peers
 from chatcache.gateway.auth.principal import OPEN_SERVER_PRINCIPAL
+from chatcache.gateway.limits.rate_limits import RequestCost
 from chatcache.gateway.responses import takeover
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.registry import ResponseRegistry
@@ -34,6 +35,7 @@ RECORD = takeover.ReplyRecord(
     ttl_s=None,
     extended=False,
     compacts=False,
+    cost=RequestCost(1),
 )
 
 

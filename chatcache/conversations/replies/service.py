@@ -471,12 +471,14 @@ class ReplyObserver(Protocol):
     """Receives the start and the end of each reply.
 
     `is_whole` is False for a reply that was cut short. `on_ended` is called exactly once, also for a reply that never
-    started.
+    started, unless the reply was handed over: then another process continues it.
     """
 
     def on_started(self, reply: Reply) -> None: ...
 
     def on_ended(self, reply: Reply, *, is_whole: bool) -> None: ...
+
+    def hand_over(self) -> None: ...
 
 
 class Reply:
@@ -486,6 +488,7 @@ class Reply:
     `is_parsed`: candidates may have parts other than text. `num_computed_prompt_tokens`: prompt tokens that the cache
     lacked; for a reply cut short before its first token, all that may have been computed. `marks_batches`: `events`
     yields a `ReplyBatchEnd` after the events that an engine worker has sent together. `num_events`: of the engine.
+    `may_move`: another process may continue the reply, so `settle` or `close` reports its end to the observer.
     """
 
     def __init__(
@@ -508,6 +511,8 @@ class Reply:
         self.num_tokens = 0
         self.num_events = 0
         self.marks_batches = False
+        self.may_move = False
+        self._is_whole = False
         self.candidates = tuple(
             Candidate(index, context, request, prefix) for index in range(num_candidates(request.params))
         )
@@ -569,11 +574,22 @@ class Reply:
                 return
 
     def _end(self, *, is_whole: bool = False) -> None:
-        self.ended = True
+        self.ended, self._is_whole = True, is_whole
         self._service.discard(self.request)
-        watcher, self.observer = self.observer, None
-        if watcher is not None:
-            watcher.on_ended(self, is_whole=is_whole)
+        if not self.may_move:
+            self.settle()
+
+    def settle(self) -> None:
+        """Report the end to the observer, unless that has been done."""
+        observer, self.observer = self.observer, None
+        if observer is not None:
+            observer.on_ended(self, is_whole=self._is_whole)
+
+    def hand_over(self) -> None:
+        """Report to the observer that another process continues the reply."""
+        observer, self.observer = self.observer, None
+        if observer is not None:
+            observer.hand_over()
 
     def _finish_candidate(self, event: CandidateDone) -> tuple[ReplyDelta | ReplyDone, ...]:
         candidate = self.candidates[event.index]
@@ -597,10 +613,12 @@ class Reply:
     async def close(self) -> None:
         """Abort the request unless it has ended. Safe to call twice, and during cancellation."""
         if self.ended:
+            self.settle()
             return
         if not self._has_started:  # the engine may be about to emit the first token
             self.num_computed_prompt_tokens = len(self.request.prompt)
         # A slow reader has not received all tokens that were computed.
         self.num_tokens = max(self.num_tokens, self._service.engine.num_tokens_sent(self.request.request_id))
         self._end()
+        self.settle()
         await self._service.abort(self.request)

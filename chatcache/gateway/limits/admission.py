@@ -119,6 +119,11 @@ class AdmissionTicket:
         self._release(self._waiting)
         self._reservation.refund()
 
+    def hand_over(self) -> None:
+        """End the ticket: another gateway continues the request and charges all of it."""
+        self._release(self._waiting)
+        self._reservation.hand_over()
+
     def _release(self, some: QueueSize) -> None:
         self._waiting = QueueSize(
             self._waiting.num_requests - some.num_requests, self._waiting.num_tokens - some.num_tokens
@@ -165,6 +170,10 @@ class AdmissionController:
             self._arriving_size = _add(self._arriving_size, QueueSize(*(-number for number in size)))
             if not ticket.has_replies:
                 ticket.close()
+
+    def adopt(self, principal: Principal, cost: RequestCost) -> AdmissionTicket:
+        """Continue a request that another gateway has admitted."""
+        return AdmissionTicket(self, principal.tenant, cost, self._limiter.adopt(principal, cost))
 
     def close(self) -> None:
         """Reject all further requests."""

@@ -8,7 +8,8 @@ accepted, unless the same key used more in the meantime.
 
 Gateways on one Redis send each other what they charge (`Charge`), every SHARE_INTERVAL_S, so that the limits per minute
 and of concurrent candidates hold for all of them together, except for what arrives within that time. While they do not
-reach each other, each counts alone.
+reach each other, each counts alone. A request that another gateway continues moves there with its reservation
+(`hand_over`, `adopt`), and is charged there, also if the first gateway has died.
 
 `DailyUsage` counts the tokens of each key today (UTC). Usage is kept in memory and stored later while the store does
 not answer, so that an outage does not reject requests. Several gateways on one store see each other's usage after each
@@ -231,7 +232,7 @@ class Charge:
 class Reservation:
     """The reserved cost of an admitted request.
 
-    Only the first call of `commit` or `refund` has an effect.
+    Only the first call of `commit`, `refund` or `hand_over` has an effect.
     """
 
     def __init__(self, account: KeyAccount | None, cost: RequestCost) -> None:
@@ -249,6 +250,12 @@ class Reservation:
         account, self._account = self._account, None
         if account is not None:
             account.refund(self._cost)
+
+    def hand_over(self) -> None:
+        """Leave the reservation to another gateway, which continues the request and charges all of it."""
+        account, self._account = self._account, None
+        if account is not None:
+            account.count_running(self._cost, -1)
 
 
 class KeyAccount:
@@ -319,9 +326,14 @@ class KeyAccount:
             self._requests.consume(cost.num_requests, now_ns)
         if self._tokens is not None:
             self._tokens.consume(cost.num_tokens, now_ns)
-        self._num_running += cost.num_requests
-        self._num_reserved += cost.num_tokens
         self._note(cost.num_requests, cost.num_tokens)
+        self.count_running(cost)
+
+    def count_running(self, cost: RequestCost, sign: int = 1) -> None:
+        """Count a request as running here, or no more (`sign` -1), whichever gateway has reserved its cost."""
+        self._num_running += sign * cost.num_requests
+        self._num_reserved += sign * cost.num_tokens
+        self._note(0, 0)
 
     def commit(self, cost: RequestCost, num_tokens: int) -> None:
         self._release(cost, num_tokens)
@@ -350,8 +362,7 @@ class KeyAccount:
         return headers
 
     def _release(self, cost: RequestCost, num_tokens: int) -> None:
-        self._num_running -= cost.num_requests
-        self._num_reserved -= cost.num_tokens
+        self.count_running(cost, -1)
         if self._tokens is not None:
             self._tokens.refund(cost.num_tokens - num_tokens, self._clock_ns())
         self._note(0, num_tokens - cost.num_tokens)
@@ -435,6 +446,14 @@ class RateLimiter:
             return Reservation(None, cost)
         account = self._account(principal.key_id, principal.limits)
         account.admit(cost)
+        return Reservation(account, cost)
+
+    def adopt(self, principal: Principal, cost: RequestCost) -> Reservation:
+        """Continue the reservation of a gateway that has ended or handed the request over."""
+        if principal.limits == KeyLimits():
+            return Reservation(None, cost)
+        account = self._account(principal.key_id, principal.limits)
+        account.count_running(cost)
         return Reservation(account, cost)
 
     def add_charges(self, gateway: str, charges: Sequence[Charge]) -> None:

@@ -203,7 +203,7 @@ async def _start(
     claim = idempotency_key.claim(planned.turn.id) if idempotency_key is not None else None
     record: ReplyRecord | None = None
     if gateway.recorder is not None and planned.request.store and options.generate:
-        record = reply_record(planned, options, tools.schemas, thinks=has_reasoning, extended=extended)
+        record = reply_record(planned, options, tools.schemas, cost, thinks=has_reasoning, extended=extended)
     opening = asyncio.create_task(_open_conversation(gateway, model, planned, reply, options, claim, record))
     opening.add_done_callback(lambda task: task.cancelled() or task.exception())
     return await asyncio.shield(opening)

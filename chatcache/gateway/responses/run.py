@@ -277,7 +277,7 @@ class LiveResponse:
         self._restored_steers: list[tuple[int, Steer]] = []
         self._num_restored_events: int | None = None
         self._is_abandoned = False
-        reply.marks_batches = encode_record is not None
+        reply.marks_batches = reply.may_move = encode_record is not None
         num_checkpoints = -(-len(reply.candidates) // _CANDIDATES_PER_CHECKPOINT)
         self._checkpoint_encoders = [CheckpointEncoder() for _ in range(num_checkpoints)]
         self._checkpoint_progress = self._pending_progress = (0, 0)  # numbers of tokens and of finished candidates
@@ -315,6 +315,7 @@ class LiveResponse:
         """End here without a result: another gateway has taken the response over. Readers get an error."""
         if not self._is_abandoned:
             self._is_abandoned = True
+            self._reply.hand_over()
             self._give_up()
             self._gateway.responses.end(self.id, keep=False)
             self.log.fail(moved_error())
@@ -411,10 +412,9 @@ class LiveResponse:
             recorder.leave(self.id)
             peers.leave_responses()
             self.abandon()
-            await asyncio.wait([self.task])
-            return
-        self._interrupted = True
-        await self._reply.cancel()
+        else:
+            self._interrupted = True
+            await self._reply.cancel()
         await asyncio.wait([self.task])
 
     async def check_drop(self, candidate: int) -> bool:
@@ -589,6 +589,7 @@ class LiveResponse:
             self._planned = replace(self._planned, turn=self._writer.mark_incomplete(STOP_DEAD_END))
         self._planned = replace(self._planned, turn=self._writer.record_statistics(self._receipt))
         is_saved = await self._store(self._writer.status(event), usage)
+        self._reply.settle()
         self._writer.finished(event, self._receipt, is_saved=is_saved)
 
     async def _start_successor(self) -> None:
@@ -603,11 +604,9 @@ class LiveResponse:
         if self.log.terminal == "response.failed" or self._cancelled_s is not None:
             self._reject_steers(steers, "the response was cancelled or failed")
             return
-        calls = (
-            required_input(main_output(self._writer.outputs, COMPLETED))
-            if self.log.terminal == "response.completed"
-            else []
-        )
+        calls: list[dict[str, str]] = []
+        if self.log.terminal == "response.completed":
+            calls = required_input(main_output(self._writer.outputs, COMPLETED))
         if calls:
             self.logged.steers = steers
             for steer in steers:
@@ -637,6 +636,7 @@ class LiveResponse:
         if self._encode_record is not None and peers is not None and not await peers.runs_here(self.id):
             self.abandon()
             return
+        self._reply.settle()
         turn = self._writer.failed(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR)
         self._planned = replace(self._planned, turn=turn)
         await self._store_failure()

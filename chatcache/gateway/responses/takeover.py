@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from chatcache.conversations.turns import PlannedTurn
 from chatcache.errors import ChatcacheError, NotFoundError
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway
-from chatcache.gateway.limits.admission import request_cost
+from chatcache.gateway.limits.rate_limits import RequestCost
 from chatcache.gateway.responses.run import LiveResponse, RunOptions
 from chatcache.gateway.responses.steering import Steer, restored_steer
 from chatcache.types.request import GenerateRequest
@@ -49,7 +48,7 @@ class ReplyRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway needs to continue a response, besides the request to the engine and what the store has.
 
     `rendering`, `functions`, `thinks`: see `ChatService.start`. `extended`: the client reads `chatcache.v1` frames.
-    `settings`, `ttl_s`: see `RunOptions`. The others are of the turn request.
+    `settings`, `ttl_s`: see `RunOptions`. `cost`: what was reserved. The others are of the turn request.
     """
 
     principal: Principal
@@ -66,6 +65,7 @@ class ReplyRecord(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float | None
     extended: bool
     compacts: bool
+    cost: RequestCost
     steers: tuple[RecordedSteer, ...] = ()
 
     def encode(self, steers: Sequence[tuple[int, Steer]] = ()) -> bytes:
@@ -81,6 +81,7 @@ def reply_record(
     planned: PlannedTurn,
     options: RunOptions,
     functions: Mapping[str, Any] | None,
+    cost: RequestCost,
     *,
     thinks: bool,
     extended: bool,
@@ -101,6 +102,7 @@ def reply_record(
         ttl_s=options.ttl_s,
         extended=extended,
         compacts=options.compacts,
+        cost=cost,
     )
 
 
@@ -173,18 +175,10 @@ async def _take_over(
         conversation_id=conversation.id,
         prefix=record.prefix,
     )
-    async with AsyncExitStack() as stack:
-        ticket = None
-        try:
-            cost = request_cost(request.params, 0)
-            ticket = await stack.enter_async_context(gateway.admission.acquire(principal, cost))
-        except ChatcacheError as error:  # it was admitted once, and continues
-            log.warning("response %s is taken over and not charged: %s", turn.id, error)
-        reply = gateway.model.service.resume(
-            request, record.rendering, record.prefix, record.functions, record.thinks, principal.owner
-        )
-        if ticket is not None:
-            ticket.attach(reply)
+    reply = gateway.model.service.resume(
+        request, record.rendering, record.prefix, record.functions, record.thinks, principal.owner
+    )
+    gateway.admission.adopt(principal, record.cost).attach(reply)
     options = RunOptions(
         principal=principal,
         settings=record.settings,
