@@ -25,12 +25,12 @@ from chatcache.engine.protocols import EngineClient, RequestRecorder
 from chatcache.errors import ChatcacheError, NotFoundError, OverloadedError, UnsupportedParameterError
 from chatcache.gateway.api.idempotency import KeyLocks
 from chatcache.gateway.auth.keys import ApiKeyCache
-from chatcache.gateway.errors import ModelLoadingError
+from chatcache.gateway.errors import GatewayUnreachableError, LogUnreachableError, ModelLoadingError
 from chatcache.gateway.limits.admission import AdmissionController, LoopTurns, SocketLimiter, TextThrottle
 from chatcache.gateway.limits.rate_limits import RateLimiter
 from chatcache.gateway.mcp.servers import McpServers
 from chatcache.gateway.metrics import Metrics
-from chatcache.gateway.peers import GIVE_UP_S, GatewayPeers, GatewayUnreachableError, LogUnreachableError
+from chatcache.gateway.peers import GIVE_UP_S, GatewayPeers
 from chatcache.gateway.responses.event_log import LogReader
 from chatcache.gateway.responses.registry import LoggedResponse, ResponseRegistry
 from chatcache.gateway.websocket.notifications import ConversationHub

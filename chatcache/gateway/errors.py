@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -15,7 +16,14 @@ from starlette.types import Scope
 
 from chatcache.conversations.store import StaleRevisionError
 from chatcache.conversations.tree import ResponseElsewhereError
-from chatcache.errors import ChatcacheError, OverloadedError, QuotaExceededError, RateLimitError, RequestPoisonedError
+from chatcache.errors import (
+    ChatcacheError,
+    NotFoundError,
+    OverloadedError,
+    QuotaExceededError,
+    RateLimitError,
+    RequestPoisonedError,
+)
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.schemas.anthropic import ErrorCode, MessagesError, MessagesErrorDetail
 from chatcache.gateway.schemas.ollama import OllamaError
@@ -97,6 +105,16 @@ class ModelLoadingError(OverloadedError):
     code = "model_loading"
 
 
+class GatewayUnreachableError(OverloadedError):
+    """The gateway that runs the response does not answer."""
+
+    code = "gateway_unreachable"
+
+
+class LogUnreachableError(GatewayUnreachableError):
+    """A gateway that may have the events of a response that has ended does not answer."""
+
+
 class McpServerError(ChatcacheError):
     """An MCP server does not answer, or answers with an error or with something else than MCP."""
 
@@ -106,6 +124,25 @@ class McpServerError(ChatcacheError):
 
 
 INTERNAL_ERROR = ChatcacheError("something went wrong on the server; the log has the details under this request id")
+
+
+def unreachable_error() -> GatewayUnreachableError:
+    return GatewayUnreachableError("the gateway that runs the response does not answer; try again in a moment")
+
+
+def encode_error(error: ChatcacheError) -> dict[str, Any]:
+    """Return the fields of an error, for another gateway."""
+    names = ("message", "status", "type", "code", "param")
+    return {name: getattr(error, name) for name in names}
+
+
+def decode_error(fields: Mapping[str, Any]) -> ChatcacheError:
+    """Return the error of another gateway."""
+    error = NotFoundError(fields["message"]) if fields["status"] == 404 else ChatcacheError(fields["message"])
+    if fields["code"] == GatewayUnreachableError.code:
+        return GatewayUnreachableError(fields["message"])
+    error.status, error.type, error.code, error.param = (fields[name] for name in ("status", "type", "code", "param"))
+    return error
 
 
 def error_body(error: ChatcacheError) -> ErrorDetail:

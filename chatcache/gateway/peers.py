@@ -1,6 +1,6 @@
 """What gateways that share a store do for each other: commands and events of running responses, and notifications.
 
-    client -> this gateway: RemoteResponse --- Cancel, Drop, Steer, Watch, Fork ---> the gateway that runs it
+    client -> this gateway: RemoteResponse --- Cancel, Drop, Watch, Fork, ... ---> the gateway that runs it
                             its event log <--- the next frames of the log ----------
 
 A `RemoteResponse` keeps a copy of the log of a response that runs on another gateway, so every route serves it like one
@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -26,11 +26,31 @@ from chatcache.conversations.checkpoints import ReplyCheckpoint
 from chatcache.conversations.fork_points import ReplyPrefix
 from chatcache.conversations.store import ConversationStore, StoreUnavailableError
 from chatcache.conversations.tree import Conversation
-from chatcache.errors import ChatcacheError, NotFoundError, OverloadedError
-from chatcache.gateway.errors import INTERNAL_ERROR
+from chatcache.errors import ChatcacheError, NotFoundError
+from chatcache.gateway.errors import (
+    INTERNAL_ERROR,
+    GatewayUnreachableError,
+    LogUnreachableError,
+    decode_error,
+    encode_error,
+    unreachable_error,
+)
 from chatcache.gateway.limits.rate_limits import Charge, RateLimiter
 from chatcache.gateway.responses.event_log import LogCopy, ResponseLog, TimedReader
-from chatcache.gateway.responses.registry import LoggedResponse, ResponseRegistry, Run
+from chatcache.gateway.responses.registry import (
+    AddSteer,
+    Cancel,
+    CheckDrop,
+    Command,
+    CountFrames,
+    Drop,
+    Find,
+    Fork,
+    LoggedResponse,
+    ResponseRegistry,
+    Run,
+    Watch,
+)
 from chatcache.gateway.responses.steering import SteerRefusedError
 from chatcache.gateway.schemas.responses import Receipt
 from chatcache.gateway.websocket.notifications import ConversationHub
@@ -45,16 +65,6 @@ OWN_S = 2.0  # for a store that seems silent since this process was suspended; t
 IDLE_S = 30.0  # a copy without use is dropped
 MAX_COPIES_BYTES = 16 * 1024 * 1024  # of logs that have ended
 _PAUSE_S = 0.2
-
-
-class GatewayUnreachableError(OverloadedError):
-    """The gateway that runs the response does not answer."""
-
-    code = "gateway_unreachable"
-
-
-class LogUnreachableError(GatewayUnreachableError):
-    """A gateway that may have the events of a response that has ended does not answer."""
 
 
 class Channel(Protocol):
@@ -75,61 +85,6 @@ class Channel(Protocol):
     async def running_ids(self) -> Sequence[str]: ...
 
     def leave_responses(self) -> None: ...
-
-
-class _Command(msgspec.Struct, tag=True, array_like=True):
-    """A question about one response."""
-
-
-class Find(_Command):
-    """Whether the gateway has the log of the response."""
-
-
-class Watch(_Command):
-    """The frames of the log from `position` on. `is_read`: a client reads them."""
-
-    position: int
-    logprob_sizes: dict[int, int]
-    is_read: bool
-
-
-class CountFrames(_Command):
-    """How many frames the log has."""
-
-
-class Cancel(_Command):
-    """End the response; `reason`: why it is incomplete."""
-
-    reason: str = ""
-
-
-class CheckDrop(_Command):
-    """Whether dropping the candidate cancels the response."""
-
-    candidate: int
-
-
-class Drop(_Command):
-    """End one candidate."""
-
-    candidate: int
-
-
-class Steer(_Command):
-    """Queue input for a successor."""
-
-    input_value: Any
-
-
-class Fork(_Command):
-    """The beginning of a candidate: the one with this message id, or the first that was not dropped."""
-
-    item_id: str | None
-    num_tokens: int | None
-    fork_with: int | None
-
-
-Command = Find | Watch | CountFrames | Cancel | CheckDrop | Drop | Steer | Fork
 
 
 class Question(msgspec.Struct, tag=True, array_like=True):
@@ -241,7 +196,7 @@ class RemoteResponse:
                 num_frames: int = await self._ask(CountFrames(), int)
                 await self.log.wait_for_frame(num_frames - 1)
         except (ChatcacheError, TimeoutError):
-            raise _unreachable() from None
+            raise unreachable_error() from None
 
     async def _follow(self) -> None:
         error = await self._read_all()
@@ -254,7 +209,7 @@ class RemoteResponse:
         failing_since_s: float | None = None
         while not self.log.is_closed:
             if not self.log.num_readers and time.monotonic() - self._used_s > IDLE_S:
-                return _unreachable()
+                return unreachable_error()
             try:
                 await self.read()
                 failing_since_s = None
@@ -262,7 +217,7 @@ class RemoteResponse:
                 # Not found: another gateway has taken the response over, or soon will.
                 failing_since_s = failing_since_s or time.monotonic()
                 if time.monotonic() - failing_since_s > GIVE_UP_S or await self._has_died():
-                    return _unreachable() if isinstance(error, NotFoundError) else error
+                    return unreachable_error() if isinstance(error, NotFoundError) else error
                 await asyncio.sleep(_PAUSE_S)
             except ChatcacheError as error:
                 return error
@@ -290,7 +245,7 @@ class RemoteResponse:
 
     async def steer(self, input_value: object) -> None:
         try:
-            await self._ask(Steer(input_value), None)
+            await self._ask(AddSteer(input_value), None)
         except ChatcacheError as error:
             raise SteerRefusedError(error.message, code=error.code) from None
 
@@ -425,7 +380,7 @@ class GatewayPeers:
             finally:
                 opening.cancel()
             if time.monotonic() > deadline_s:
-                raise _unreachable()
+                raise unreachable_error()
             await asyncio.sleep(_PAUSE_S)
             current = await self.find_runner(response_id)
         return self._responses.find(owner, response_id)  # it may have ended here
@@ -467,14 +422,14 @@ class GatewayPeers:
                 self._watching.add(number)
             question = Question(number, self._channel.name, owner, response_id, command)
             if not await self._channel.send(runner, msgspec.msgpack.encode(question)):
-                raise _unreachable()
+                raise unreachable_error()
             try:
                 async with asyncio.timeout(ANSWER_S + extra_s):
                     answer = await answers.get()
             except TimeoutError:
-                raise _unreachable() from None
+                raise unreachable_error() from None
         if answer.error is not None:
-            raise _decoded_error(answer.error)
+            raise decode_error(answer.error)
         return msgspec.msgpack.decode(answer.result, type=result)
 
     async def has_others(self) -> bool:
@@ -555,7 +510,7 @@ class GatewayPeers:
     def _on_subscribe(self) -> None:
         """Have frames asked for again: the answers may have been lost with the connection."""
         for number in self._watching:
-            self._asked[number].put_nowait(Answer(number, "", error=_encoded_error(_unreachable())))
+            self._asked[number].put_nowait(Answer(number, "", error=encode_error(unreachable_error())))
 
     def _receive(self, data: bytes) -> None:
         try:
@@ -597,7 +552,7 @@ class GatewayPeers:
         except Exception as error:
             if not isinstance(error, ChatcacheError):
                 log.exception("a command of another gateway failed")
-            answer.error = _encoded_error(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR)
+            answer.error = encode_error(error if isinstance(error, ChatcacheError) else INTERNAL_ERROR)
         with contextlib.suppress(StoreUnavailableError):  # the sender asks again or reports it
             await self._channel.send(question.sender, msgspec.msgpack.encode(answer))
 
@@ -671,7 +626,7 @@ class GatewayPeers:
                 self._start_task(run.cancel())
 
 
-async def _run_command(run: Run, command: Cancel | CheckDrop | Drop | Steer) -> object:
+async def _run_command(run: Run, command: Cancel | CheckDrop | Drop | AddSteer) -> object:
     if isinstance(command, Cancel):
         return await run.cancel(command.reason)
     if isinstance(command, CheckDrop):
@@ -681,20 +636,3 @@ async def _run_command(run: Run, command: Cancel | CheckDrop | Drop | Steer) -> 
         return await run.drop(command.candidate)
     await run.steer(command.input_value)
     return None
-
-
-def _unreachable() -> GatewayUnreachableError:
-    return GatewayUnreachableError("the gateway that runs the response does not answer; try again in a moment")
-
-
-def _encoded_error(error: ChatcacheError) -> dict[str, Any]:
-    names = ("message", "status", "type", "code", "param")
-    return {name: getattr(error, name) for name in names}
-
-
-def _decoded_error(fields: Mapping[str, Any]) -> ChatcacheError:
-    error = NotFoundError(fields["message"]) if fields["status"] == 404 else ChatcacheError(fields["message"])
-    if fields["code"] == GatewayUnreachableError.code:
-        return GatewayUnreachableError(fields["message"])
-    error.status, error.type, error.code, error.param = (fields[name] for name in ("status", "type", "code", "param"))
-    return error

@@ -21,9 +21,12 @@ from chatcache.conversations.tree import derive_id, new_id
 from chatcache.errors import NotFoundError, RateLimitError
 from chatcache.gateway import context, peers
 from chatcache.gateway.auth.principal import KeyLimits, Principal
+from chatcache.gateway.errors import LogUnreachableError
 from chatcache.gateway.limits.rate_limits import RateLimiter, RequestCost
-from chatcache.gateway.peers import Cancel, GatewayPeers, LogUnreachableError, RemoteResponse
+from chatcache.gateway.peers import GatewayPeers, RemoteResponse
+from chatcache.gateway.responses import registry
 from chatcache.gateway.responses.event_log import ResponseLog
+from chatcache.gateway.responses.registry import Cancel
 from chatcache.storage import redis_client
 from chatcache.storage.redis_layout import ALL_GATEWAYS_CHANNEL, gateway_channel
 from tests.gateway.frames import Frame, receive, send, until_end
@@ -477,7 +480,7 @@ def test_watch_that_begins_again_at_the_start_is_noticed(
     response_id = begin(owner)
     watch: Any = GatewayPeers._watch
 
-    async def from_start(self: GatewayPeers, found: Any, command: peers.Watch, sender: str) -> object:
+    async def from_start(self: GatewayPeers, found: Any, command: registry.Watch, sender: str) -> object:
         command.position = 0
         return await watch(self, found, command, sender)
 
@@ -500,9 +503,9 @@ def test_stream_continues_when_its_gateway_does_not_have_the_response_for_a_mome
     owner, other = pair
     response_id = begin(owner)
     watch: Any = GatewayPeers._watch
-    refused: list[peers.Watch] = []
+    refused: list[registry.Watch] = []
 
-    async def refuse_first(self: GatewayPeers, found: Any, command: peers.Watch, sender: str) -> object:
+    async def refuse_first(self: GatewayPeers, found: Any, command: registry.Watch, sender: str) -> object:
         if len(refused) < 3:
             refused.append(command)
             raise NotFoundError("no such response")

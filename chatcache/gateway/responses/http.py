@@ -36,11 +36,10 @@ from chatcache.gateway.api.sse import EventStream, SseFormat
 from chatcache.gateway.api.thinking import parse_thinking
 from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import Gateway, gateway_of
-from chatcache.gateway.errors import json_response
+from chatcache.gateway.errors import GatewayUnreachableError, json_response
 from chatcache.gateway.json_codec import encode
 from chatcache.gateway.limits.admission import CHARS_PER_TOKEN
 from chatcache.gateway.middleware import cancel_on_disconnect, read_json
-from chatcache.gateway.peers import GatewayUnreachableError
 from chatcache.gateway.responses.create import (
     build_turn_request,
     find_running_reply,

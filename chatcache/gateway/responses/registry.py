@@ -1,7 +1,7 @@
 """Registry of responses that can be read, resumed, steered or cancelled.
 
-Holds running responses, and the logs of those that ended recently. `Checkpointer` stores the output of running ones
-about once a second.
+Holds running responses, and the logs of those that ended recently. A `Command` is what another gateway asks about one.
+`Checkpointer` stores the output of running ones about once a second.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from chatcache.conversations.checkpoints import ReplyCheckpoint
 from chatcache.conversations.fork_points import ReplyPrefix
@@ -28,6 +30,61 @@ KEEP_ENDED_S = 15 * 60.0
 MAX_ENDED_BYTES = 32 * 1024 * 1024
 _DELETED_S = 5.0  # for other gateways to read the end of a response whose conversation was deleted
 _RESTORE_S = 8.0  # for a response that was taken over to have the events that it had before
+
+
+class _Command(msgspec.Struct, tag=True, array_like=True):
+    """A question of another gateway about one response."""
+
+
+class Find(_Command):
+    """Whether the gateway has the log of the response."""
+
+
+class Watch(_Command):
+    """The frames of the log from `position` on. `is_read`: a client reads them."""
+
+    position: int
+    logprob_sizes: dict[int, int]
+    is_read: bool
+
+
+class CountFrames(_Command):
+    """How many frames the log has."""
+
+
+class Cancel(_Command):
+    """End the response; `reason`: why it is incomplete."""
+
+    reason: str = ""
+
+
+class CheckDrop(_Command):
+    """Whether dropping the candidate cancels the response."""
+
+    candidate: int
+
+
+class Drop(_Command):
+    """End one candidate."""
+
+    candidate: int
+
+
+class AddSteer(_Command):
+    """Queue input for a successor."""
+
+    input_value: Any
+
+
+class Fork(_Command):
+    """The beginning of a candidate: the one with this message id, or the first that was not dropped."""
+
+    item_id: str | None
+    num_tokens: int | None
+    fork_with: int | None
+
+
+Command = Find | Watch | CountFrames | Cancel | CheckDrop | Drop | AddSteer | Fork
 
 
 class Run(Protocol):

@@ -24,9 +24,8 @@ from chatcache.errors import (
 from chatcache.gateway.api.idempotency import IdempotencyKey
 from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway
-from chatcache.gateway.errors import INTERNAL_ERROR
+from chatcache.gateway.errors import INTERNAL_ERROR, GatewayUnreachableError
 from chatcache.gateway.middleware import parse_json
-from chatcache.gateway.peers import GatewayUnreachableError
 from chatcache.gateway.responses.create import start_idempotent_response, start_response
 from chatcache.gateway.responses.event_log import LogReader
 from chatcache.gateway.responses.log_frames import LogFrame, has_references, in_turns
