@@ -53,13 +53,14 @@ from chatcache.gateway.responses.registry import (
 )
 from chatcache.gateway.responses.steering import SteerRefusedError
 from chatcache.gateway.schemas.responses import Receipt
-from chatcache.gateway.websocket.notifications import ConversationHub
+from chatcache.gateway.websocket.notifications import Changed, ConversationHub, Running
 
 log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0  # a gateway that does not answer for so long counts as unreachable
 WATCH_S = 2.0  # a question for frames is answered after this time, with none
 TAKEOVER_S = 8.0  # a gateway without a lease on the bus is replaced earlier
+CHECK_RUNNING_S = 5.0  # how often what runs elsewhere is compared with the store
 GIVE_UP_S = 15.0  # a response is given up if its gateway does not answer for so long
 OWN_S = 2.0  # for a store that seems silent since this process was suspended; the lease on the bus lasts longer
 IDLE_S = 30.0  # a copy without use is dropped
@@ -106,27 +107,8 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
     error: dict[str, Any] | None = None
 
 
-class Changed(msgspec.Struct, tag=True, array_like=True):
-    """A changed conversation (None: it was deleted), with the responses that run in it on the sender."""
-
-    sender: str
-    owner: str
-    conversation_id: str
-    conversation: Conversation | None
-    running: list[str]
-
-
-class Running(msgspec.Struct, tag=True, array_like=True):
-    """The responses that run on the sender in a conversation."""
-
-    sender: str
-    owner: str
-    conversation_id: str
-    running: list[str]
-
-
 class Hello(msgspec.Struct, tag=True, array_like=True):
-    """A gateway has started: the others report what runs on them."""
+    """A gateway has subscribed: the others report what runs on them."""
 
     sender: str
 
@@ -308,7 +290,7 @@ class GatewayPeers:
         """Receive messages until cancelled."""
         self._hub.relay, self._responses.on_end = self._relay, self._relay_running
         self._limiter.publish = lambda charges: self._publish(Charged(self._channel.name, list(charges)))
-        self._publish(Hello(self._channel.name))
+        self._start_task(self._check_running())
         try:
             await self._channel.listen(self._receive, self._on_subscribe)
         finally:
@@ -508,9 +490,32 @@ class GatewayPeers:
         return None
 
     def _on_subscribe(self) -> None:
-        """Have frames asked for again: the answers may have been lost with the connection."""
+        """Ask again for frames and for what runs elsewhere: the answers may have been lost with the connection."""
+        self._start_task(self._greet())
         for number in self._watching:
             self._asked[number].put_nowait(Answer(number, "", error=encode_error(unreachable_error())))
+
+    async def _greet(self) -> None:
+        """Have the other gateways report what runs on them, and drop what has ended meanwhile."""
+        while True:
+            with contextlib.suppress(StoreUnavailableError):
+                await self._channel.send(None, msgspec.msgpack.encode(Hello(self._channel.name)))
+                await self._drop_ended()
+                return
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _check_running(self) -> None:
+        """Drop what does not run elsewhere any more, again and again: a gateway that dies does not report it."""
+        while True:
+            await asyncio.sleep(CHECK_RUNNING_S)
+            with contextlib.suppress(StoreUnavailableError):
+                await self._drop_ended()
+
+    async def _drop_ended(self) -> None:
+        if reported := self._hub.remote_ids():
+            running = set(await self._channel.running_ids()).difference(run.id for run in self._responses.running())
+            for owner, conversation_id in self._hub.remove_running(reported - running):
+                self._start_task(self._hub.refresh(self._store, owner, conversation_id))
 
     def _receive(self, data: bytes) -> None:
         try:
@@ -528,7 +533,8 @@ class GatewayPeers:
         elif isinstance(message, Changed):
             self._on_change(message)
         elif isinstance(message, Running):
-            self._hub.set_running(message.sender, message.owner, message.conversation_id, message.running)
+            if self._hub.set_running(message.sender, message.owner, message.conversation_id, message.running):
+                self._start_task(self._hub.refresh(self._store, message.owner, message.conversation_id))
         elif isinstance(message, Charged):
             self._limiter.add_charges(message.sender, message.charges)
         elif isinstance(message, Hello):

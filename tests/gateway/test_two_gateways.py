@@ -17,6 +17,7 @@ from openai.types.responses import ResponseStreamEvent
 from redis.asyncio.client import PubSub
 from websockets.sync.client import ClientConnection, connect
 
+from chatcache.conversations.store import StoreUnavailableError
 from chatcache.conversations.tree import derive_id, new_id
 from chatcache.errors import NotFoundError, RateLimitError
 from chatcache.gateway import context, peers
@@ -347,6 +348,90 @@ def test_tab_of_the_other_gateway_sees_conversations_change_and_what_runs(pair: 
         assert owner.request("DELETE", f"/v1/conversations/{conversation_id}")[0] == 200
         assert until(socket, "conversation.deleted")["conversation_id"] == conversation_id
     wait_until(lambda: not list(other.gateway.hub.running_elsewhere("")), "no response is taken for running")
+
+
+@contextlib.contextmanager
+def unsubscribed() -> Iterator[None]:
+    """Until the end of the block, no gateway can subscribe to messages of the others."""
+    is_held, subscribe = True, PubSub.subscribe
+
+    async def subscribe_late(self: PubSub, *names: str) -> object:
+        while is_held:  # noqa: ASYNC110 - a flag of another thread
+            await asyncio.sleep(0.01)
+        return await subscribe(self, *names)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PubSub, "subscribe", subscribe_late)
+        try:
+            yield
+        finally:
+            is_held = False
+
+
+def until_running(socket: ClientConnection, *response_ids: str) -> None:
+    """Read notifications until one names these running responses."""
+    while until(socket, "conversation.updated")["running"] != [*response_ids]:
+        pass
+
+
+@pytest.mark.slow
+def test_tab_of_a_gateway_that_starts_later_is_notified_of_what_runs(
+    store: RedisServer, pair: tuple[Server, Server]
+) -> None:
+    response_id = begin(pair[0])
+    with contextlib.ExitStack() as stack:
+        with unsubscribed():
+            later = stack.enter_context(server_on(store)).wait_ready()
+            socket = stack.enter_context(tab(later))
+            send(socket, "conversation.subscribe")
+            assert until(socket, "conversation.subscribed")["running"] == []
+        until_running(socket, response_id)
+        pair[0].post(f"/v1/responses/{response_id}/cancel")
+        until_running(socket)
+
+
+@pytest.mark.slow
+def test_response_that_ends_while_no_message_arrives_is_not_taken_for_running(
+    store: RedisServer, pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, other = pair
+    with tab(other) as socket:
+        send(socket, "conversation.subscribe")
+        response_id = begin(owner)
+        until_running(socket, response_id)
+        monkeypatch.setattr(peers, "CHECK_RUNNING_S", 600.0)
+        with unsubscribed():
+            store.admin.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+            owner.post(f"/v1/responses/{response_id}/cancel")
+        until_running(socket)
+    assert not list(other.gateway.hub.running_elsewhere(""))
+
+
+@pytest.mark.slow
+def test_response_of_a_gateway_that_has_died_is_not_taken_for_running(
+    store: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "CHECK_RUNNING_S", 0.1)
+    with server_on(store) as other, tab(other.wait_ready()) as socket:
+        send(socket, "conversation.subscribe")
+        with server_on(store) as owner, slowed(owner.wait_ready(), 0.02):
+            response_id = begin(owner)
+            until_running(socket, response_id)
+            owner.call(_die(owner))
+            assert other.request("GET", f"/v1/responses/{response_id}")[2]["status"] == "incomplete"
+            until_running(socket)
+
+
+async def _die(server: Server) -> None:
+    """Have a gateway send and receive nothing more, and lose its lease, as its death does."""
+    found: Any = server.gateway.peers
+
+    async def refuse(*_: object) -> int:
+        raise StoreUnavailableError("this gateway is dead")
+
+    found._channel.send = refuse
+    await _go_silent()
+    await server.gateway.opened_store()._heartbeats.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
