@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -283,7 +284,7 @@ class GatewayPeers:
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Queue[Answer]] = {}
         self._watching: set[int] = set()  # numbers of questions for frames
-        self._readers: dict[tuple[str, str], TimedReader] = {}
+        self._readers = WeakValueDictionary[tuple[str, str], TimedReader]()  # until their timers fire
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> None:
@@ -588,7 +589,7 @@ class GatewayPeers:
         if command.is_read:
             reader = self._readers.setdefault((found.id, sender), TimedReader(found.log))
             reader.extend(2 * WATCH_S + ANSWER_S)
-        elif (reader_here := self._readers.pop((found.id, sender), None)) is not None:
+        elif (reader_here := self._readers.get((found.id, sender))) is not None:
             reader_here.end()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WATCH_S):
@@ -596,7 +597,7 @@ class GatewayPeers:
         copied = found.log.copy(command.position, command.logprob_sizes)
         if copied.is_closed:
             copied.successor = found.successor
-            if (last := self._readers.pop((found.id, sender), None)) is not None:
+            if (last := self._readers.get((found.id, sender))) is not None:
                 last.end()
         return copied
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from chatcache.gateway.limits.rate_limits import RateLimiter, RequestCost
 from chatcache.gateway.peers import GatewayPeers, RemoteResponse
 from chatcache.gateway.responses import registry
 from chatcache.gateway.responses.event_log import ResponseLog
-from chatcache.gateway.responses.registry import Cancel
+from chatcache.gateway.responses.registry import Cancel, LoggedResponse, ResponseRegistry
 from chatcache.storage import redis_client
 from chatcache.storage.redis_layout import ALL_GATEWAYS_CHANNEL, gateway_channel
 from tests.gateway.frames import Frame, receive, send, until_end
@@ -432,6 +433,19 @@ async def _die(server: Server) -> None:
     found._channel.send = refuse
     await _go_silent()
     await server.gateway.opened_store()._heartbeats.close()  # type: ignore[attr-defined]
+
+
+async def test_reader_of_a_gateway_that_asks_no_more_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "WATCH_S", 0.001)
+    monkeypatch.setattr(peers, "ANSWER_S", 0.3)
+    channel = SimpleNamespace(find_runner=None, take_over=None, give_up=None, leave_responses=None)
+    parts: Any = (channel, ResponseRegistry(), None, None, None, None)
+    here = GatewayPeers(*parts)
+    logged = LoggedResponse("resp", "", ResponseLog("resp"), None)
+    await here._watch(logged, registry.Watch(0, {}, True), "other")
+    assert logged.log.num_readers == 1 and len(here._readers) == 1
+    await asyncio.sleep(0.6)
+    assert logged.log.num_readers == 0 and not here._readers
 
 
 @pytest.mark.slow
