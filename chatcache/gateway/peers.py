@@ -49,10 +49,12 @@ from chatcache.gateway.responses.registry import (
     Fork,
     LoggedResponse,
     ResponseRegistry,
+    ReturnSteers,
     Run,
+    TakeSteers,
     Watch,
 )
-from chatcache.gateway.responses.steering import SteerRefusedError
+from chatcache.gateway.responses.steering import Steer, SteerRefusedError
 from chatcache.gateway.schemas.responses import Receipt
 from chatcache.gateway.websocket.notifications import Changed, ConversationHub, Running
 
@@ -472,20 +474,48 @@ class GatewayPeers:
         run.start()
         return run.logged
 
+    @contextlib.asynccontextmanager
+    async def taken_steers(self, owner: str, response_id: str) -> AsyncIterator[tuple[Steer, ...]]:
+        """Take the steering input that waits at an ended response of another gateway; give it back after an error.
+
+        Raises: LogUnreachableError, StoreUnavailableError.
+        """
+        sender, steers = await self._ask_all(owner, response_id, TakeSteers(), tuple[Steer, ...]) or ("", ())
+        try:
+            yield steers
+        except BaseException:
+            if steers:
+                self._start_task(self._return_steers(sender, owner, response_id, steers))
+            raise
+
+    async def _return_steers(self, gateway: str, owner: str, response_id: str, steers: tuple[Steer, ...]) -> None:
+        try:
+            await self.ask(gateway, owner, response_id, ReturnSteers(steers), None)
+        except ChatcacheError as error:
+            log.warning("%s: steering input that waited there is lost: %s", response_id, error)
+
     async def _find_log(self, owner: str, response_id: str) -> str | None:
         """Return a gateway that has the log of a response which has ended; None if none has it.
 
-        Raises: LogUnreachableError if one that may have it does not answer.
+        Raises: LogUnreachableError, StoreUnavailableError.
+        """
+        found = await self._ask_all(owner, response_id, Find(), None)
+        return found[0] if found is not None else None
+
+    async def _ask_all(self, owner: str, response_id: str, command: Command, result: Any) -> tuple[str, Any] | None:
+        """Ask the gateway that has the log of a response; return its name and answer. None if none has it.
+
+        Raises: LogUnreachableError if one that may have it does not answer, StoreUnavailableError.
         """
         async with self._answers() as (number, answers):
-            question = Question(number, self._channel.name, owner, response_id, Find())
+            question = Question(number, self._channel.name, owner, response_id, command)
             num_receivers = await self._channel.send(None, msgspec.msgpack.encode(question))
             try:
                 async with asyncio.timeout(ANSWER_S):
                     for _ in range(num_receivers):
                         answer: Answer = await answers.get()
-                        if answer.error is None and msgspec.msgpack.decode(answer.result, type=bool):
-                            return answer.sender
+                        if answer.error is None:
+                            return answer.sender, msgspec.msgpack.decode(answer.result, type=result)
             except TimeoutError:
                 raise LogUnreachableError("a gateway that may have the events does not answer") from None
         return None
@@ -568,14 +598,20 @@ class GatewayPeers:
         command = question.command
         await self._responses.wait_restored(question.response_id)
         found = self._responses.find(question.owner, question.response_id, deleted=True)
-        if isinstance(command, Find):
-            return found is not None
         if found is None:
             raise NotFoundError(f"no response {question.response_id[:128]!r} is running or has recently ended")
+        if isinstance(command, Find):
+            return None
         if isinstance(command, Watch):
             return await self._watch(found, command, question.sender)
         if isinstance(command, CountFrames):
             return found.log.num_frames
+        if isinstance(command, TakeSteers):
+            steers, found.steers = found.steers, ()
+            return steers
+        if isinstance(command, ReturnSteers):
+            found.steers = (*command.steers, *found.steers)
+            return None
         if isinstance(command, Fork):
             run = found.run
             return await run.reply_prefix(command.item_id, command.num_tokens, command.fork_with) if run else None

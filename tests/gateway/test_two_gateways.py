@@ -29,6 +29,7 @@ from chatcache.gateway.peers import GatewayPeers, RemoteResponse
 from chatcache.gateway.responses import registry
 from chatcache.gateway.responses.event_log import ResponseLog
 from chatcache.gateway.responses.registry import Cancel, LoggedResponse, ResponseRegistry
+from chatcache.gateway.responses.steering import restored_steer
 from chatcache.storage import redis_client
 from chatcache.storage.redis_layout import ALL_GATEWAYS_CHANNEL, gateway_channel
 from tests.gateway.frames import Frame, receive, send, until_end
@@ -433,6 +434,37 @@ async def _die(server: Server) -> None:
     found._channel.send = refuse
     await _go_silent()
     await server.gateway.opened_store()._heartbeats.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_steering_input_that_waits_on_the_other_gateway_is_answered_with_the_function_outputs(
+    gateways: tuple[Server, Server],
+) -> None:
+    """A request that fails gives it back."""
+    owner, other = gateways
+    call: Frame = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"}
+    first = owner.post("/v1/responses", input=[{"role": "user", "content": "Hi"}, call], max_output_tokens=4)[2]
+
+    async def leave() -> None:
+        owner.gateway.responses.get("", first["id"]).steers = (restored_steer("steer_1", "Shorter"),)
+
+    def waiting() -> list[str]:
+        return [steer.id for steer in owner.gateway.responses.get("", first["id"]).steers]
+
+    def texts_after(*items: Frame) -> list[str]:
+        answer = other.post("/v1/responses", input=[*items], previous_response_id=first["id"], max_output_tokens=4)[2]
+        listed = other.request("GET", f"/v1/responses/{answer['id']}/input_items?order=asc")[2]["data"]
+        return [item["content"][0]["text"] if "content" in item else item["output"] for item in listed]
+
+    owner.call(leave())
+    output: Frame = {"type": "function_call_output", "call_id": "call_1", "output": "42"}
+    assert texts_after({"role": "user", "content": "And?"}) == ["And?"], "a request without outputs"
+    refused = other.post("/v1/responses", input=[output], previous_response_id=first["id"], temperature=9)
+    assert refused[0] == 400
+    wait_until(lambda: waiting() == ["steer_1"], "it was given back")
+    assert texts_after(output) == ["Shorter", "42"]
+    assert waiting() == []
+    assert texts_after(output) == ["42"]
 
 
 async def test_reader_of_a_gateway_that_asks_no_more_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,9 +45,8 @@ from chatcache.gateway.auth.principal import Principal
 from chatcache.gateway.context import Gateway, Model
 from chatcache.gateway.limits.admission import request_cost
 from chatcache.gateway.responses.objects import HAS_LOGPROBS
-from chatcache.gateway.responses.registry import LoggedResponse
 from chatcache.gateway.responses.run import LiveResponse, RunOptions
-from chatcache.gateway.responses.steering import queued_input, response_settings
+from chatcache.gateway.responses.steering import Steer, has_function_outputs, queued_input, response_settings
 from chatcache.gateway.responses.takeover import ReplyRecord, reply_record, take_over
 from chatcache.gateway.schemas.fields import LOGPROBS, parse_fields, unknown_fields
 from chatcache.gateway.schemas.requests import MessageFields, ResponseFields, ResponseThinkingFields, SamplingFields
@@ -73,17 +73,10 @@ async def start_response(
 
     Raises: any ChatcacheError. Then nothing runs and nothing was stored (after StoreUnavailableError: perhaps).
     """
-    previous = _response_with_steers(gateway, principal.owner, body)
-    if previous is None:
+    async with _taken_steers(gateway, principal.owner, body) as steers:
+        if steers:
+            body = {**body, "input": queued_input(steers, body.get("input"))}
         return await _start(gateway, principal, body, extended, idempotency_key, unstored)
-    steers, previous.steers = previous.steers, ()
-    try:
-        return await _start(
-            gateway, principal, {**body, "input": queued_input(steers, body.get("input"))}, extended, idempotency_key
-        )
-    except BaseException:
-        previous.steers = steers
-        raise
 
 
 async def start_idempotent_response(
@@ -407,11 +400,26 @@ def _check_fork(fields: ResponseFields) -> None:
         raise InvalidRequestError("fork_with continues a reply and cannot be combined with input", param="fork_with")
 
 
-def _response_with_steers(gateway: Gateway, owner: str, body: Mapping[str, Any]) -> LoggedResponse | None:
-    """Return the previous response if steering input waits there for function outputs."""
+@asynccontextmanager
+async def _taken_steers(gateway: Gateway, owner: str, body: Mapping[str, Any]) -> AsyncIterator[tuple[Steer, ...]]:
+    """Take the steering input that waits at the previous response for function outputs; give it back after an error.
+
+    Other gateways are only asked if the request has outputs. Raises: GatewayUnreachableError, StoreUnavailableError.
+    """
     previous = body.get("previous_response_id")
     logged = gateway.responses.find(owner, previous) if isinstance(previous, str) else None
-    return logged if logged is not None and logged.steers else None
+    if logged is not None:
+        steers, logged.steers = logged.steers, ()
+        try:
+            yield steers
+        except BaseException:
+            logged.steers = (*steers, *logged.steers)
+            raise
+    elif gateway.peers is not None and isinstance(previous, str) and has_function_outputs(body.get("input")):
+        async with gateway.peers.taken_steers(owner, previous) as steers:
+            yield steers
+    else:
+        yield ()
 
 
 def parse_response_tools(model: Model, fields: ResponseFields) -> ToolUse:

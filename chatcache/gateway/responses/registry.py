@@ -37,7 +37,7 @@ class _Command(msgspec.Struct, tag=True, array_like=True):
 
 
 class Find(_Command):
-    """Whether the gateway has the log of the response."""
+    """An answer without a value, of the gateway that has the log of the response."""
 
 
 class Watch(_Command):
@@ -76,6 +76,16 @@ class AddSteer(_Command):
     input_value: Any
 
 
+class TakeSteers(_Command):
+    """The steering input that waits for a successor. It does not wait there any more."""
+
+
+class ReturnSteers(_Command):
+    """Have steering input wait again that was taken."""
+
+    steers: tuple[Steer, ...]
+
+
 class Fork(_Command):
     """The beginning of a candidate: the one with this message id, or the first that was not dropped."""
 
@@ -84,7 +94,7 @@ class Fork(_Command):
     fork_with: int | None
 
 
-Command = Find | Watch | CountFrames | Cancel | CheckDrop | Drop | AddSteer | Fork
+Command = Find | Watch | CountFrames | Cancel | CheckDrop | Drop | AddSteer | TakeSteers | ReturnSteers | Fork
 
 
 class Run(Protocol):
