@@ -252,6 +252,18 @@ describe("LiveSync", () => {
     expect(texts()).toEqual(["One", "first", "Two", "second"]);
   });
 
+  it("reads again what runs and what has changed if it has missed changes", async () => {
+    await openConversation();
+    const other = { ...head(1, "msg_x"), id: "conv_2" };
+    push({ type: "conversation.updated", conversation: other, running: ["resp_x"] });
+    store([...FIRST, user("msg_u2", "msg_a1", "Two"), answer("msg_a2", "msg_u2", "second", "resp_2")], "msg_a2", 5);
+    server.replies["/v1/conversations"] = { data: [{ ...other, title: "New", rev: 2 }], has_more: false, next: null };
+    push({ type: "conversation.missed", running: [] });
+    await vi.advanceTimersByTimeAsync(100);
+    expect(texts()).toEqual(["One", "first", "Two", "second"]);
+    expect([chat.isLive("conv_2"), chat.conversations.find("conv_2")!.title]).toEqual([false, "New"]);
+  });
+
   it("reports responses running elsewhere and marks unseen answers", async () => {
     await openConversation();
     const other = { ...head(1, "msg_x"), id: "conv_2" };

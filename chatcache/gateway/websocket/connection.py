@@ -463,7 +463,7 @@ class Connection:
                     await self._sender.send(frame)
                 if subscription.overflowed:
                     subscription.overflowed = False
-                    await self._sender.send({"type": "conversation.missed"})
+                    await self._sender.send({"type": "conversation.missed", "running": self._running_everywhere()})
         except CLIENT_GONE:
             pass
         finally:

@@ -178,9 +178,8 @@ export type ServerFrame = StreamFields &
         readonly conversation: WireConversation;
         readonly running?: readonly string[]; // sent to subscribers: running responses of the conversation
       }
-    | { readonly type: "conversation.subscribed"; readonly running: readonly RunningResponse[] }
+    | { readonly type: "conversation.subscribed" | "conversation.missed"; readonly running: readonly RunningResponse[] }
     | { readonly type: "conversation.deleted"; readonly conversation_id: string }
-    | { readonly type: "conversation.missed" }
     | { readonly type: "error"; readonly error: WireError; readonly status?: number }
   );
 

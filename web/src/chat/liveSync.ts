@@ -43,18 +43,16 @@ export class LiveSync {
 
   /** Handle a frame of the subscription. */
   receive(frame: ServerFrame): void {
-    if (frame.type === "conversation.subscribed") {
+    if (frame.type === "conversation.subscribed" || frame.type === "conversation.missed") {
       this.conversations.setAllRunning(frame.running);
       this.subscribed.value = true;
+      if (frame.type === "conversation.missed") void this.conversations.refresh();
       void this.refreshThread(this.remote.shown());
     } else if (frame.type === "conversation.updated" && frame.running) {
       this.onUpdated(frame.conversation, frame.running);
     } else if (frame.type === "conversation.deleted") {
       this.conversations.removeLocal(frame.conversation_id);
       this.remote.deleted(frame.conversation_id);
-    } else if (frame.type === "conversation.missed") {
-      void this.conversations.refresh();
-      void this.refreshThread(this.remote.shown());
     }
   }
 
