@@ -17,6 +17,7 @@ from websockets.typing import Subprotocol
 
 from chatcache.conversations.tree import plan_response_deletion
 from chatcache.gateway.responses.run import LiveResponse
+from chatcache.gateway.websocket import notifications
 from tests.gateway.described import Described
 from tests.gateway.serving import Server, slowed, wait_until
 from tests.gateway.test_rest import converse
@@ -281,6 +282,19 @@ def test_subscriber_after_last_response_receives_empty_running_list(server: Serv
             while not heads or heads[-1]["conversation"]["active_leaf"] != leaf:
                 heads += [frame for frame in _received(socket) if frame["type"] == "conversation.updated"]
             assert heads[-1]["running"] == []
+
+
+def test_subscriber_that_has_missed_changes_is_sent_what_runs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notifications, "MAX_PENDING_CHANGES", 0)
+    with connect(f"ws://127.0.0.1:{server.port}/v1/responses", subprotocols=[Subprotocol("chatcache.v1")]) as socket:
+        socket.send(json.dumps({"type": "conversation.subscribe"}))
+        _received(socket)
+        with slowed(server, 0.02):
+            response = server.post("/v1/responses", input="Say much", background=True, **LONG)[2]
+            missed = [frame for frame in _received(socket) if frame["type"] == "conversation.missed"]
+            running = {"response_id": response["id"], "conversation_id": response["conversation"]["id"]}
+            assert running in missed[-1]["running"]
+            assert server.request("DELETE", f"/v1/responses/{response['id']}")[0] == 200
 
 
 def _received(socket: ClientConnection) -> list[dict[str, Any]]:
