@@ -94,6 +94,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "field-missing": (lambda f: set_config(f, hidden_size=...), ["config.json", "hidden_size is missing"]),
     "field-wrong": (lambda f: set_config(f, num_hidden_layers="3"), ["config.json", "num_hidden_layers", "'3'"]),
     "heads": (lambda f: set_config(f, num_key_value_heads=3), ["config.json", "num_key_value_heads 3"]),
+    "not-causal": (lambda f: set_config(f, is_causal=False), ["config.json", "is_causal is false"]),
     "fewer-layers": (lambda f: set_config(f, num_hidden_layers=2), ["config.json", "num_hidden_layers is 2"]),
     "more-layers": (lambda f: set_config(f, num_hidden_layers=4), ["model.safetensors", "model.layers.3", "missing"]),
     "shape": (lambda f: set_config(f, intermediate_size=80), ["gate_proj.weight", "[96, 64]", "[80, 64]"]),
@@ -256,6 +257,34 @@ def test_transformers_4_config_is_equivalent(folder: Path, load: Load, sample_of
     sample = sample_of("qwen3")
     set_config(folder, rope_parameters=..., dtype=..., rope_theta=10000.0, torch_dtype="float32", rope_scaling=None)
     assert greedy(load(folder), sample.prompts[:1], 8) == [list(sample.answers[0][:8])]
+
+
+LAYER_TYPES = ["full_attention", "sliding_attention", "full_attention"]
+SCALING = {"rope_type": "linear", "factor": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        pytest.param("llama", {"sliding_window": 8}, id="llama-ignores-windows"),
+        pytest.param("mistral-window", {"layer_types": LAYER_TYPES}, id="mistral-windows-of-some-layers"),
+        pytest.param("llama", {"rope_scaling": SCALING}, id="rope-scaling-replaces-parameters"),
+    ],
+)
+def test_changed_config_is_read_as_by_transformers(
+    family: str, fields: dict[str, Any], sample_of: Get, tmp_path: Path, load: Load
+) -> None:
+    from tests.model.drive import greedy
+
+    sample = sample_of(family)
+    folder = Path(shutil.copytree(sample.folder, tmp_path / "model"))
+    set_config(folder, **fields)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    prompt = sample.prompts[2]
+    (answer,) = greedy(load(folder), [prompt], 8)
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0]
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
 def test_digest_depends_on_config_weights_and_dtype(folder: Path, load: Load) -> None:

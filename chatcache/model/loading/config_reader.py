@@ -72,13 +72,14 @@ class _Family:
     max_position: int = 32768
     qkv_bias: bool = False
     qk_norm: bool = False
+    has_windows: bool = True
     sliding_window: int | None = None
     gated_window: bool = False
     fused: bool = False
 
 
 FAMILIES = {
-    "llama": _Family(max_position=2048),
+    "llama": _Family(max_position=2048, has_windows=False),
     "mistral": _Family(num_kv_heads=8, max_position=131072, sliding_window=4096),
     "qwen2": _Family(num_kv_heads=32, qkv_bias=True, sliding_window=4096, gated_window=True),
     "qwen3": _Family(num_kv_heads=32, head_dim=128, qk_norm=True, sliding_window=4096, gated_window=True),
@@ -151,6 +152,8 @@ def read_architecture(config: dict[str, Any], where: Path) -> Architecture:
     family = model_type(config, where)
     known = FAMILIES[family]
     read = _Reader(config, where)
+    if not read.flag("is_causal", True):
+        raise read.fail("is_causal is false, and attention that is not causal is not supported")
     hidden, heads, layers = (read.integer(f) for f in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     kv_heads = read.integer("num_key_value_heads", known.num_kv_heads or heads)
     head_dim = read.integer("head_dim", known.head_dim or hidden // heads)
@@ -182,14 +185,14 @@ def read_architecture(config: dict[str, Any], where: Path) -> Architecture:
 
 def _windows(read: _Reader, known: _Family, num_layers: int) -> tuple[int | None, ...]:
     config = read.config
-    window = config.get("sliding_window", known.sliding_window)
+    window = config.get("sliding_window", known.sliding_window) if known.has_windows else None
     if window is None or (known.gated_window and not read.flag("use_sliding_window")):
         return (None,) * num_layers
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise read.fail(f"sliding_window must be a positive integer, got {window!r}")
-    if not known.gated_window:
-        return (window,) * num_layers
     kinds = config.get("layer_types")
+    if kinds is None and not known.gated_window:
+        return (window,) * num_layers
     if kinds is None:
         first = config.get("max_window_layers")
         first = 28 if first is None else first
@@ -200,9 +203,9 @@ def _windows(read: _Reader, known: _Family, num_layers: int) -> tuple[int | None
 
 
 def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    for name in ("rope_parameters", "rope_scaling"):
+    for name in ("rope_scaling", "rope_parameters"):  # the order of transformers
         value = config.get(name)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             return value
     return {}
 
