@@ -172,7 +172,12 @@ def load_decoder(
     norm = load("model.norm.weight", a.hidden_size)
     head: Linear = no_head
     if ranks is None or ranks.rank == 0:
-        weight = embedding if a.tied else load("lm_head.weight", a.vocab_size, a.hidden_size)
+        weight = embedding
+        if not a.tied or "lm_head.weight" in weights:
+            weight = load("lm_head.weight", a.vocab_size, a.hidden_size)
+        if a.tied and torch.equal(weight, embedding):
+            weight = embedding
+        a = replace(a, tied=weight is embedding)  # as in transformers, a stored head of its own counts
         head = head_factory(make_linear)(weight, None)
     geometry = Geometry.uniform(
         a.num_layers, a.num_heads, a.num_kv_heads, a.head_dim, a.vocab_size, dtype, device, a.hidden_size

@@ -269,6 +269,7 @@ SCALING = {"rope_type": "linear", "factor": 3.0}
         pytest.param("llama", {"sliding_window": 8}, id="llama-ignores-windows"),
         pytest.param("mistral-window", {"layer_types": LAYER_TYPES}, id="mistral-windows-of-some-layers"),
         pytest.param("llama", {"rope_scaling": SCALING}, id="rope-scaling-replaces-parameters"),
+        pytest.param("qwen3", {"tie_word_embeddings": True}, id="stored-head-of-a-tied-model"),
     ],
 )
 def test_changed_config_is_read_as_by_transformers(
