@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from chatcache.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -31,15 +33,24 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, *, need
     tokenizer: requests and results are token ids then, without stop strings and structured outputs.
     Raises: ModelFolderError naming the file and the reason.
     """
+    tokenizer = load_tokenizer(config) if need_tokenizer or has_tokenizer(config) else None
+    engine = new_engine(load_runner(config, progress), config, tokenizer)
+    if tokenizer is not None:
+        engine.start_grammar_compiler()
+    return engine
+
+
+def new_engine(runner: Runner, config: EngineConfig, tokenizer: Tokenizer | None) -> Engine:
+    """Return an engine that runs a loaded model; the end token of the tokenizer ends an output, too."""
     from chatcache.engine.engine import Engine
 
-    tokenizer = load_tokenizer(config) if need_tokenizer or has_tokenizer(config) else None
-    runner = load_runner(config, progress)
+    model_info = runner.model_info
     if tokenizer is None:
-        return Engine(runner, runner.model_info, config)
-    engine = Engine(runner, runner.model_info, config, tokenizer.token_bytes, special_ids=tokenizer.special_ids)
-    engine.start_grammar_compiler()
-    return engine
+        return Engine(runner, model_info, config)
+    own = (token for token in tokenizer.eos_token_ids if token < model_info.vocab_size)
+    ends = tuple(dict.fromkeys((*model_info.eos_token_ids, *own)))
+    model_info = msgspec.structs.replace(model_info, eos_token_ids=ends)
+    return Engine(runner, model_info, config, tokenizer.token_bytes, special_ids=tokenizer.special_ids)
 
 
 def load_runner(config: EngineConfig, progress: Progress | None = None) -> Runner:

@@ -104,11 +104,8 @@ class LLMBase:
 
     def _load_engine(self) -> tuple[Engine, Runner]:
         """Load the model. The caller closes both."""
-        runner, tokenizer = factory.load_runner(self.config), self._tokenizer
-        if tokenizer is None:
-            return Engine(runner, runner.model_info, self.config), runner
-        special_ids = tokenizer.special_ids
-        return Engine(runner, runner.model_info, self.config, tokenizer.token_bytes, special_ids=special_ids), runner
+        runner = factory.load_runner(self.config)
+        return factory.new_engine(runner, self.config, self._tokenizer), runner
 
     def _decode_token(self, token: int) -> str:
         return self._reader.tokenizer.decode([token], skip_special_tokens=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from tokenizers import Tokenizer
 
 from chatcache import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from chatcache.decoding.sampling import SamplingStrategy
@@ -166,6 +169,20 @@ def test_chat_renders_the_template(llm: LLM) -> None:
         one.prompt,
         "[user]Hi[user]Hi[bot]",
     ]
+
+
+def test_generate_ends_at_the_end_token_of_the_tokenizer(llm: LLM, folder: Path, tmp_path: Path) -> None:
+    """Fine-tuned models often end a turn with a token that only their tokenizer declares."""
+    greedy = replace(GREEDY, ignore_eos=False)
+    token_ids = llm.generate(PROMPTS[0], greedy)[0].outputs[0].token_ids
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    end = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).id_to_token(token_ids[3])
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": end}))
+    with LLM(str(tmp_path), dtype="float32", attention_backend="reference", kv_memory="4MiB") as other:
+        output = other.generate(PROMPTS[0], greedy)[0].outputs[0]
+        assert output.finish_reason == "stop"
+        assert output.token_ids == token_ids[: token_ids.index(token_ids[3]) + 1]
 
 
 def failing_prompts() -> list[tuple[Any, SamplingParams, type[Exception], str]]:
