@@ -86,11 +86,11 @@ class ThreadedEngine:
     async def wait_loaded(self) -> ModelInfo:
         """Wait until the engine is built.
 
-        Raises: ChatcacheError if the factory failed.
+        Raises: ChatcacheError if the factory or the engine failed, or after `close`.
         """
         self._attach()
         await self._loaded.wait()
-        if self.model_info is None:
+        if self._error is not None or self.model_info is None:
             raise self._error or EngineError("the engine did not start")
         return self.model_info
 
@@ -153,7 +153,7 @@ class ThreadedEngine:
     def _attach(self) -> None:
         """Deliver notices to the running event loop, and start the thread if it is not running."""
         self._loop = asyncio.get_running_loop()
-        if self._thread is None:
+        if self._thread is None and self._error is None:
             self._thread = threading.Thread(target=self._run, name="chatcache-engine", daemon=True)
             self._thread.start()
 

@@ -8,7 +8,7 @@ import pytest
 
 from chatcache.engine_process.process import EngineProcess
 from chatcache.engine_process.threaded import ThreadedEngine
-from chatcache.errors import ContextLengthError, EngineError, InvalidRequestError, NotFoundError
+from chatcache.errors import ChatcacheError, ContextLengthError, EngineError, InvalidRequestError, NotFoundError
 from chatcache.types.events import EngineEvent, Failed, Finished, Tokens
 from chatcache.types.stats import ExplainQuery, PackedPrompt, PageAccounts
 from tests.engine_process.engines import CountingEngine, expected_tokens, request
@@ -137,6 +137,8 @@ async def test_closing_ends_open_requests_once(client: Client) -> None:
     await client.close()
     terminal = [event for event in [event async for event in events] if isinstance(event, Finished | Failed)]
     assert len(terminal) == 1 and isinstance(terminal[0], Failed)
+    with pytest.raises(ChatcacheError, match="the engine was closed"):
+        await asyncio.wait_for(client.stats(), 10)
 
 
 class FaultyEngine(CountingEngine):
@@ -151,6 +153,8 @@ async def test_an_exception_in_the_thread_fails_requests_and_health_reports_it()
         assert isinstance(event, Failed) and "planted" in event.message
         health = await engine.health()
         assert not health.ready and "planted" in health.detail
+        with pytest.raises(EngineError, match="planted"):
+            await asyncio.wait_for(engine.stats(), 10)
 
 
 async def test_a_failed_factory_raises_in_waiting_calls(caplog: pytest.LogCaptureFixture) -> None:

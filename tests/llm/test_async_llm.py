@@ -163,3 +163,14 @@ async def test_request_to_a_closed_object_raises(folder: Path) -> None:
         pass
     with pytest.raises(EngineError, match="closed"):
         await collect(llm.generate(PROMPTS[0]))
+    for query in (llm.explain(PROMPTS[0]), llm.reset_prefix_cache()):
+        with pytest.raises(EngineError, match="closed"):
+            await asyncio.wait_for(query, 10)
+
+
+async def test_object_closed_before_its_first_request_loads_no_model(folder: Path) -> None:
+    llm = AsyncLLM(str(folder), **OPTIONS)
+    await llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        await collect(llm.generate(PROMPTS[0]))
+    assert llm._engine._thread is None
