@@ -229,7 +229,11 @@ def _convert(value: Any, kind: Any, param: str) -> Any:
 
 
 def _template_messages(chat: Sequence[Message]) -> Sequence[Any]:
-    """Return messages as chat templates expect them: arguments of calls parsed, results with their function's name."""
+    """Return messages as chat templates expect them.
+
+    Text parts are joined, arguments of calls parsed, and results have their function's name.
+    """
+    chat = [_join_parts(message) for message in chat]
     if not any("tool_calls" in message or message.get("role") == "tool" for message in chat):
         return chat
     parsed: list[Message] = []
@@ -243,6 +247,17 @@ def _template_messages(chat: Sequence[Message]) -> Sequence[Any]:
             }
         parsed.append(message)
     return link_tool_results(cast(list[TemplateMessage], parsed), "messages")
+
+
+def _join_parts(message: Message) -> Message:
+    """Return a message whose content is text, as the gateway does. Raises: InvalidRequestError for other parts."""
+    content: Any = message.get("content")
+    if not _is_list(content):
+        return message
+    texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    if len(texts) < len(content):
+        raise InvalidRequestError("messages: only text parts are supported in a content", param="messages")
+    return {**message, "content": "\n".join(texts)}
 
 
 def _parse_call(call: Mapping[str, Any]) -> dict[str, Any]:

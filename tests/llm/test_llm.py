@@ -171,6 +171,14 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     ]
 
 
+def test_chat_joins_the_text_parts_of_a_message(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]
+    assert llm.chat([{"role": "user", "content": parts}], GREEDY)[0].prompt == "[user]Hi\nyou[bot]"
+    image = [{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}]
+    (refused,) = llm.chat([{"role": "user", "content": image}], GREEDY)
+    assert refused.error is not None and "only text parts" in refused.error.message
+
+
 def test_generate_ends_at_the_end_token_of_the_tokenizer(llm: LLM, folder: Path, tmp_path: Path) -> None:
     """Fine-tuned models often end a turn with a token that only their tokenizer declares."""
     greedy = replace(GREEDY, ignore_eos=False)
