@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -30,8 +31,9 @@ Output_co = TypeVar("Output_co", covariant=True)
 
 
 class LLM(LLMBase):
-    """A loaded model that answers batches of prompts; use it from one thread.
+    """A loaded model that answers batches of prompts.
 
+    Calls of several threads that run prompts wait for one another; all other calls belong to one thread.
     The options are those of `LLMBase`. Pages of earlier calls stay cached, so a shared prefix is computed once.
 
     A prompt that cannot run or that fails does not affect the others: its output has an `error`. Errors that concern
@@ -43,6 +45,7 @@ class LLM(LLMBase):
         self.config = msgspec.structs.replace(self.config, max_prefill_time_s=0.0)
         engine, self._runner = self._load_engine()
         self._open: Engine | None = engine
+        self._is_running = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +114,7 @@ class LLM(LLMBase):
         pooling = PoolingParams() if pooling_params is None else pooling_params
         check_pooling(pooling, self._engine.model_info)
         sources = self._reader.prompts(prompts)
-        with _progress_bar(len(sources), is_shown=use_tqdm) as advance:
+        with self._is_running, _progress_bar(len(sources), is_shown=use_tqdm) as advance:
             batch = _Batch(self._engine, EmbeddingCollector, advance, pooling)
             return batch.run([(str(next(self._numbers)), each, SamplingParams(), 0) for each in sources])
 
@@ -196,7 +199,7 @@ class LLM(LLMBase):
         ranks = [0] * len(sources) if priority is None else list(priority)
         if len(ranks) != len(sources):
             raise InvalidRequestError(f"{len(sources)} prompts but {len(ranks)} priorities", param="priority")
-        with _progress_bar(len(sources), is_shown=use_tqdm) as advance:
+        with self._is_running, _progress_bar(len(sources), is_shown=use_tqdm) as advance:
             batch = _Batch(self._engine, self._new_collector, advance)
             return batch.run([(str(next(self._numbers)), *one) for one in zip(sources, each, ranks, strict=True)])
 

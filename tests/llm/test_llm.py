@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,14 @@ def test_generate_ends_at_the_end_token_of_the_tokenizer(llm: LLM, folder: Path,
         output = other.generate(PROMPTS[0], greedy)[0].outputs[0]
         assert output.finish_reason == "stop"
         assert output.token_ids == token_ids[: token_ids.index(token_ids[3]) + 1]
+
+
+def test_generate_in_several_threads_runs_one_call_after_another(llm: LLM) -> None:
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(llm.generate, PROMPTS, GREEDY, use_tqdm=False) for _ in range(12)]
+        for call in calls:
+            assert [output.outputs[0].token_ids for output in call.result()] == expected
 
 
 def failing_prompts() -> list[tuple[Any, SamplingParams, type[Exception], str]]:
