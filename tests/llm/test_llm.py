@@ -295,6 +295,14 @@ def test_unsupported_page_size_is_rejected_before_loading(page_size: int) -> Non
         LLM("no/such/model", page_size=page_size)
 
 
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
+@pytest.mark.parametrize("value", [0, -1, "8"])
+def test_limit_that_is_no_positive_integer_is_rejected_before_loading(name: str, value: Any) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(InvalidRequestError, match=f"{name} must be a positive integer, got {value!r}"):
+        LLM("no/such/model", **options)
+
+
 def test_generate_more_prompts_than_the_queue_holds_run_in_order(llm: LLM) -> None:
     """The queue is made small; prompts with too many tokens for it run, too."""
     validator = llm._engine._validator
