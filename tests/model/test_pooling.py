@@ -156,6 +156,19 @@ def test_unsupported_pooling_is_rejected_unless_chosen(config: str, found: str, 
         path.unlink()
 
 
+def test_projection_after_the_pooling_is_rejected_unless_pooling_is_chosen(sample_of: Get, load: Load) -> None:
+    folder = sample_of("llama").folder
+    path = folder / "2_Dense" / "config.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"in_features": 64, "out_features": 32}')
+    try:
+        with pytest.raises(ModelFolderError, match=r"2_Dense/config\.json: a projection after the pooling"):
+            load(folder)
+        assert load(folder, pooling="last").model_info.pooling == "last"
+    finally:
+        path.unlink()
+
+
 def test_unknown_pooling_is_rejected(sample_of: Get, load: Load) -> None:
     with pytest.raises(ModelFolderError, match="pooling 'cls' is not supported; choose auto, last, mean"):
         load(sample_of("llama").folder, pooling="cls")

@@ -136,8 +136,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_pooling(folder: Path) -> str | None:
     """Return the kind of pooling that a sentence-transformers folder declares: last | mean; None without a declaration.
 
-    Raises: ModelFolderError for another kind.
+    Raises: ModelFolderError for another kind, and for a projection after the pooling.
     """
+    for path in folder.glob("[0-9]_Dense*/config.json"):
+        problem = "a projection after the pooling is not supported; choose --pooling last or mean to leave it out"
+        raise ModelFolderError(f"{path}: {problem}")
     path = folder / "1_Pooling" / "config.json"
     if not path.is_file():
         return None
