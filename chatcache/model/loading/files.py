@@ -192,7 +192,7 @@ def _check_sizes(where: Path, config: dict[str, Any]) -> None:
             ):
                 continue
             shown = value if value.bit_length() < 128 else "a far larger number"
-            raise ModelFolderError(f"{where}: {name} is {shown}; at max_value {max_value} is sensible")
+            raise ModelFolderError(f"{where}: {name} is {shown}; at most {max_value} is sensible")
 
 
 def _max_value(name: str) -> int | None:

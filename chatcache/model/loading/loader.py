@@ -453,7 +453,7 @@ def plan_capacity(
         if num_pages < 2:
             raise ModelFolderError(
                 f"no memory is left for KV pages on {geometry.device}: {budget}; "
-                f"lower max_num_batched_tokens or max_num_seqs, or report kv_memory_bytes"
+                f"lower max_num_batched_tokens or max_num_seqs, or set kv_memory_bytes"
             )
     else:
         num_bytes = host_kv_bytes() // config.tensor_parallel_size
