@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from chatcache.config import EngineConfig
 from chatcache.errors import ModelFolderError
+from chatcache.model.loading.config_reader import read_architecture
 from chatcache.model.loading.files import read_config, resolve_model_path
 from chatcache.model.loading.loader import load_model
 from chatcache.model.runner import Runner
@@ -257,6 +258,11 @@ def test_transformers_4_config_is_equivalent(folder: Path, load: Load, sample_of
     sample = sample_of("qwen3")
     set_config(folder, rope_parameters=..., dtype=..., rope_theta=10000.0, torch_dtype="float32", rope_scaling=None)
     assert greedy(load(folder), sample.prompts[:1], 8) == [list(sample.answers[0][:8])]
+
+
+def test_null_num_key_value_heads_is_the_number_of_heads(folder: Path) -> None:
+    set_config(folder, num_key_value_heads=None)
+    assert read_architecture(read_config(folder), folder).num_kv_heads == 4
 
 
 LAYER_TYPES = ["full_attention", "sliding_attention", "full_attention"]

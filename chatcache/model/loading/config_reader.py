@@ -155,7 +155,8 @@ def read_architecture(config: dict[str, Any], where: Path) -> Architecture:
     if not read.flag("is_causal", True):
         raise read.fail("is_causal is false, and attention that is not causal is not supported")
     hidden, heads, layers = (read.integer(f) for f in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    kv_heads = read.integer("num_key_value_heads", known.num_kv_heads or heads)
+    is_omitted = "num_key_value_heads" not in config  # null is the number of heads
+    kv_heads = read.integer("num_key_value_heads", (known.num_kv_heads if is_omitted else None) or heads)
     head_dim = read.integer("head_dim", known.head_dim or hidden // heads)
     if heads % kv_heads:
         raise read.fail(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
