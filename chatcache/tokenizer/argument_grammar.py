@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 from chatcache.tokenizer.argument_readers import resolve, types_of
@@ -23,7 +24,6 @@ from chatcache.types.json_schema import DEFAULT_OPTIONS, OPTIONS
 
 _OF_WHOLE = ("$defs", "definitions", OPTIONS)  # keywords that concern all parts of a schema
 _KEY = r"/[A-Za-z0-9_.\-]+/"
-MAX_SCHEMA_DEPTH = 16
 MAX_ENUM_VALUES = 256
 _NUMBERS = {"integer": r"/-?(0|[1-9][0-9]*)/", "number": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?/"}
 
@@ -97,22 +97,24 @@ Entry = tuple[Callable[[str], str], bool]
 """(text before -> expression of an argument, is required)"""
 
 
-def _sequence(entries: Sequence[Entry], separator: str) -> str:
-    """Return an expression for entries in order, of which those that are not required may be left out.
+def _sequence(name: str, entries: Sequence[Entry], separator: str) -> tuple[str, list[str]]:
+    """Return an expression for entries in order, of which those that are not required may be left out, and its rules.
 
     The separator and the key of an argument are one lexeme: the lexer does not go back if a longer one fails.
     """
     if not separator:
-        return " ".join(f"({entry('')})" + ("" if is_required else "?") for entry, is_required in entries) or '""'
+        return " ".join(f"({entry('')})" + ("" if is_required else "?") for entry, is_required in entries) or '""', []
     options: list[str] = []
-    for first, (entry, is_required) in enumerate(entries):
-        rest = "".join(f" ({each(separator)})" + ("" if needed else "?") for each, needed in entries[first + 1 :])
-        options.append(f"({entry('')}){rest}")
+    for at, (entry, is_required) in enumerate(entries):
+        options.append(f"({entry('')}) {name}_rest{at + 1}")
         if is_required:
             break
     else:
         options.append('""')
-    return " | ".join(options)
+    rules = [f'{name}_rest{len(entries)}: ""']
+    for at, (entry, is_required) in enumerate(entries[1:], start=1):
+        rules.append(f"{name}_rest{at}: ({entry(separator)})" + ("" if is_required else "?") + f" {name}_rest{at + 1}")
+    return " | ".join(options), rules if entries else []
 
 
 class TaggedRules:
@@ -136,7 +138,8 @@ class TaggedRules:
             kinds, added = self._values(f"{name}_{at}", schema, root)
             entries.append((partial(self._entry, key, kinds), is_required))
             rules += added
-        return [f"{name}: {_sequence(entries, form.separator)}", *rules]
+        sequence, rest = _sequence(name, entries, form.separator)
+        return [f"{name}: {sequence}", *rest, *rules]
 
     def _entry(self, key: str, kinds: Mapping[str, str], before: str) -> str:
         opening = f"{before}{self._form.opening}{key}"
@@ -212,16 +215,20 @@ def _without_string(schema: Mapping[str, Any], types: frozenset[str]) -> Mapping
 
 
 class LiteralRules:
-    """Rules of arguments as literals."""
+    """Rules of arguments as literals. Each part of the schema is one rule, which may refer to itself."""
 
     def __init__(self, form: LiteralArguments, mark: MarkRules) -> None:
         self._form = form
         self._mark = mark
+        self._named: dict[int, str] = {}  # rules of the parts of one schema, by their ids
+        self._rules: list[str] = []
+        self._numbers = count()
 
     def lines(self, name: str, root: Mapping[str, Any]) -> list[str]:
         """Return the rules of all arguments of a function, under the given name."""
-        rules = [f"{name}: {self._object(name, root, root, self._form.assign, self._form.separator, '', 0)}"]
-        return [*rules, *self._extra(name)]
+        self._named, self._rules = {}, []
+        body = self._object(name, name, root, root, self._form.assign, self._form.separator, "")
+        return [f"{name}: {body}", *self._rules, *self._extra(name)]
 
     def _extra(self, name: str) -> Iterator[str]:
         form, mark = self._form, self._mark
@@ -247,11 +254,11 @@ class LiteralRules:
         yield f"{name}_any: {' | '.join(f'{name}_{kind}' for kind in kinds)}"
 
     def _object(
-        self, name: str, schema: Any, root: Mapping[str, Any], colon: str, comma: str, key_quote: str, depth: int
+        self, name: str, rule: str, schema: Any, root: Mapping[str, Any], colon: str, comma: str, key_quote: str
     ) -> str:
+        """Return the expression of the entries of an object. `rule`: the beginning of the names of its own rules."""
         mark = self._mark
-        resolved = resolve(schema, root)
-        properties = _properties(resolved)
+        properties = _properties(resolve(schema, root))
         if properties is None:
             key = f"{mark(key_quote)} {_KEY} {mark(key_quote)} {mark(colon)} {name}_any"
             return f"({key} ({mark(comma)} {key})*)?"
@@ -260,36 +267,43 @@ class LiteralRules:
             return f"{mark(before + key_quote + key + key_quote + colon)} ({value})"
 
         entries: list[Entry] = [
-            (partial(entry, key, self._value(name, each, root, depth + 1)), is_required)
-            for key, each, is_required in properties
+            (partial(entry, key, self._value(name, each, root)), is_required) for key, each, is_required in properties
         ]
-        return f"({_sequence(entries, comma)})"
+        sequence, rest = _sequence(rule, entries, comma)
+        self._rules += rest
+        return f"({sequence})"
 
-    def _value(self, name: str, schema: Any, root: Mapping[str, Any], depth: int) -> str:
-        """Return the expression of a value."""
+    def _value(self, name: str, schema: Any, root: Mapping[str, Any]) -> str:
+        """Return the name of the rule of a value."""
         resolved = resolve(schema, root)
-        if depth > MAX_SCHEMA_DEPTH:
+        if not resolved:
             return f"{name}_any"
-        values = _enumerated(resolved)
-        if values is not None:
-            return " | ".join(self._constant(value) for value in values) or f"{name}_any"
-        for word in ("anyOf", "oneOf"):
-            if isinstance(resolved.get(word), list) and resolved[word]:
-                return " | ".join(f"({self._value(name, each, root, depth + 1)})" for each in resolved[word])
-        types = types_of(resolved, root)
-        if len(types) > 5:
-            return f"{name}_any"
-        return " | ".join(self._typed(name, kind, resolved, root, depth) for kind in sorted(types)) or f"{name}_any"
+        rule = self._named.get(id(resolved))
+        if rule is None:
+            rule = self._named[id(resolved)] = f"{name}_value{next(self._numbers)}"
+            kinds = [kind for each in _alternatives(resolved, root, set()) for kind in self._kinds(name, each, root)]
+            self._rules.append(f"{rule}: {' | '.join(dict.fromkeys(kinds)) or f'{name}_any'}")
+        return rule
 
-    def _typed(self, name: str, kind: str, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+    def _kinds(self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
+        """Return the expressions of the values that a schema without alternatives allows."""
+        values = _enumerated(schema)
+        if values is not None:
+            return [self._constant(value) for value in values]
+        types = types_of(schema, root)
+        if len(types) > 5:
+            return [f"{name}_any"]
+        return [self._typed(name, kind, schema, root) for kind in sorted(types)]
+
+    def _typed(self, name: str, kind: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         form = self._form
         if kind == "string":
             return f"{name}_text"
         if kind == "object" and isinstance(schema.get("properties"), Mapping):
-            inner = self._object(name, schema, root, form.colon, form.comma, form.key_quote, depth)
-            return f'"{{" {inner} "}}"'
+            rule = f"{name}_object{next(self._numbers)}"
+            return f'"{{" {self._object(name, rule, schema, root, form.colon, form.comma, form.key_quote)} "}}"'
         if kind == "array" and isinstance(schema.get("items"), Mapping):
-            item = f"({self._value(name, schema['items'], root, depth + 1)})"
+            item = self._value(name, schema["items"], root)
             return f'"[" ({item} ({self._mark(form.comma)} {item})*)? "]"'
         return f"{name}_{kind}"
 
@@ -316,3 +330,16 @@ class LiteralRules:
                 return f'"{{" {items} "}}"'
             case _:
                 return quoted(json.dumps(value))
+
+
+def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any], seen: set[int]) -> Iterator[Mapping[str, Any]]:
+    """Yield the schemas of which a value fits one, each once; the schema itself if it has no `anyOf` or `oneOf`."""
+    if schema and id(schema) in seen:
+        return
+    seen.add(id(schema))
+    words = [schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list) and schema[word]]
+    if not words or _enumerated(schema) is not None:
+        yield schema
+        return
+    for each in words[0]:
+        yield from _alternatives(resolve(each, root), root, seen)

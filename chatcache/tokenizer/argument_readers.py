@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any
 
@@ -45,11 +45,25 @@ def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return resolve(resolved.get("additionalProperties"), schema)
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = _MAX_REFS) -> frozenset[str]:
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the JSON types that a schema allows; all of them if it does not restrict the type."""
+    return _types_of(schema, root, _MAX_REFS, {})
+
+
+def _types_of(
+    schema: Any, root: Mapping[str, Any], depth: int, known: dict[tuple[int, int], frozenset[str]]
+) -> frozenset[str]:
+    """Return the types of a schema. `known`: by id and depth, since a schema may refer to itself many times."""
     schema = resolve(schema, root)
-    if depth == 0:
+    if depth == 0 or not schema:
         return _TYPES
+    key = id(schema), depth
+    if key not in known:
+        known[key] = _types_of_keywords(schema, lambda each: _types_of(each, root, depth - 1, known))
+    return known[key]
+
+
+def _types_of_keywords(schema: Mapping[str, Any], types_of_part: Callable[[Any], frozenset[str]]) -> frozenset[str]:
     kind = schema.get("type")
     if isinstance(kind, str):
         return frozenset({kind}) & _TYPES
@@ -60,9 +74,9 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = _MAX_REFS) -> fr
         return frozenset(_type_of(value) for value in values)
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list):
-            return frozenset().union(*(types_of(each, root, depth - 1) for each in schema[word]))
+            return frozenset().union(*map(types_of_part, schema[word]))
     if isinstance(schema.get("allOf"), list) and schema["allOf"]:
-        return _TYPES.intersection(*(types_of(each, root, depth - 1) for each in schema["allOf"]))
+        return _TYPES.intersection(*map(types_of_part, schema["allOf"]))
     return _TYPES
 
 

@@ -69,3 +69,8 @@ def test_broken_literals_end_without_a_closing_brace(text: str) -> None:
 def test_types_of_a_schema(schema: dict[str, object], types: set[str]) -> None:
     root = {"$defs": {"a": {"type": ["integer", "null"]}, "loop": {"$ref": "#/$defs/loop"}}}
     assert types_of(schema, root) == types
+
+
+def test_types_of_a_schema_with_many_references_to_itself_are_found_at_once() -> None:
+    loop = {"anyOf": [*({"$ref": "#/$defs/loop"} for _ in range(100)), {"type": "string"}]}
+    assert "string" in types_of({"$ref": "#/$defs/loop"}, {"$defs": {"loop": loop}})

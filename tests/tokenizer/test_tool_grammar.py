@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from chatcache.tokenizer.reasoning import THINK
 from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, detect_format
 from chatcache.tokenizer.tokenizer import Tokenizer
-from chatcache.tokenizer.tool_formats import HERMES
-from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice
+from chatcache.tokenizer.tool_formats import HERMES, PYTHONIC, QWEN3_CODER, TaggedArguments, ToolCallSyntax
+from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice, build_tool_grammar
 from chatcache.types.json_schema import relax_schema
 from tests.tokenizer.families import FAMILIES, tokenizer_of
 from tests.tokenizer.grammar_walk import new_matcher, walk
@@ -132,6 +133,43 @@ def test_a_model_may_think_first(end: str, text: str, expected: str) -> None:
     said, rest = parser.push(written), parser.finish()
     found = [part.name for part in (*said.calls, *rest.calls) if part.name]
     assert (found == ["f"]) is (expected == "whole")
+
+
+TREE = {
+    "type": "object",
+    "properties": {"left": {"$ref": "#/$defs/tree"}, "right": {"$ref": "#/$defs/tree"}, "n": {"type": "integer"}},
+    "required": ["n"],
+}
+LISTS = {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "array", "items": {"$ref": "#/$defs/tree"}}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        (TREE, '{"left": {"right": {"n": 3}, "n": 2}, "n": 1}', "whole"),
+        (TREE, '{"left": {"right": {"n": 3}, "n": "2"}, "n": 1}', "refused"),
+        (TREE, '{"left": {"right": {"n": 3}}, "n": 1}', "refused"),
+        (LISTS, "[[], [[]]]", "whole"),
+        (LISTS, "[1]", "refused"),
+    ],
+)
+def test_literals_are_held_to_schemas_that_refer_to_themselves(
+    schema: dict[str, Any], value: str, expected: str
+) -> None:
+    root = {"properties": {"t": {"$ref": "#/$defs/tree"}}, "required": ["t"], "$defs": {"tree": schema}}
+    choice = ToolChoice((CallableFunction("f", json.dumps({"type": "object", **root})),), required=True)
+    form = ReplyFormat(PYTHONIC, None)
+    assert len(build_tool_grammar(choice, form, {}, "")) < 2_000
+    assert accepted("hermes", choice, f"[f(t={value})]", form=form) == expected
+
+
+@pytest.mark.parametrize(
+    "syntax", [PYTHONIC, replace(QWEN3_CODER, arguments=TaggedArguments("<k>", "<v>", "</v>", "\n"))]
+)
+def test_grammar_of_many_optional_arguments_is_as_long_as_their_schema(syntax: ToolCallSyntax) -> None:
+    schema = json.dumps({"type": "object", "properties": {f"p{at}": {"type": "integer"} for at in range(500)}})
+    choice = ToolChoice((CallableFunction("f", schema),), required=True)
+    assert len(build_tool_grammar(choice, ReplyFormat(syntax, None), {}, "")) < 10 * len(schema)
 
 
 def test_a_free_choice_needs_no_grammar() -> None:
