@@ -129,11 +129,8 @@ class TaggedReader:
         self.is_finished = False
         self._schema = schema
         self._opening, self._separator = form.opening.strip(WHITESPACE), form.separator.strip(WHITESPACE)
-        middle = _flexible(form.middle)
         json_middle = f"|(?P<json>{_flexible(form.json_middle)})" if form.json_middle else ""
-        self._start = re.compile(
-            rf"{re.escape(self._opening)}\s*(?P<key>[^\n]*?)\s*(?:(?P<text>{middle}){json_middle})", re.DOTALL
-        )
+        self._middle = re.compile(f"(?P<text>{_flexible(form.middle)}){json_middle}")
         self._is_typed = bool(form.json_middle)
         self._middle_tail = form.middle[len(form.middle.rstrip(WHITESPACE)) :]
         self._closing = form.closing.strip(WHITESPACE)
@@ -170,12 +167,13 @@ class TaggedReader:
                 self.is_finished = True
                 self._pending.append("}" if self._num else "{}")
             return at
-        found = self._start.match(rest)
+        found = self._middle.search(rest, len(self._opening))
+        key = rest[len(self._opening) : found.start()].strip() if found is not None else ""
         is_cut = found is not None and found.end() == len(rest) and not rest.endswith(self._middle_tail)
-        if found is None or (is_cut and not last):
+        if found is None or "\n" in key or (is_cut and not last):
             self.is_finished = len(rest) > MAX_KEY_CHARS or last
             return at
-        self._begin(found["key"], is_text=found["text"] is not None)
+        self._begin(key, is_text=found["text"] is not None)
         return at + found.end()
 
     def _begin(self, key: str, *, is_text: bool) -> None:

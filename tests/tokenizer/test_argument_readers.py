@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatcache.tokenizer.argument_readers import LiteralReader, types_of
-from chatcache.tokenizer.tool_formats import LiteralArguments
+from chatcache.tokenizer.argument_readers import LiteralReader, TaggedReader, types_of
+from chatcache.tokenizer.tool_formats import LiteralArguments, TaggedArguments
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
@@ -74,3 +75,16 @@ def test_types_of_a_schema(schema: dict[str, object], types: set[str]) -> None:
 def test_types_of_a_schema_with_many_references_to_itself_are_found_at_once() -> None:
     loop = {"anyOf": [*({"$ref": "#/$defs/loop"} for _ in range(100)), {"type": "string"}]}
     assert "string" in types_of({"$ref": "#/$defs/loop"}, {"$defs": {"loop": loop}})
+
+
+@pytest.mark.parametrize("size", [4, 1_000])
+def test_white_space_around_the_name_of_an_argument_takes_no_time(size: int) -> None:
+    """The limit is a thousand times what it takes."""
+    reader, held = TaggedReader(TaggedArguments("<parameter=", ">\n", "\n</parameter>\n"), "f", {}), ""
+    text = f"<parameter={' ' * 240}a{' ' * 240}>\nb\n</parameter>\n</function>"
+    started_s = time.process_time()
+    for start in range(0, len(text), size):
+        held += text[start : start + size]
+        held = held[reader.read(held) :]
+    assert time.process_time() - started_s < 1
+    assert reader.is_finished and json.loads(reader.drain()) == {"a": "b"}
