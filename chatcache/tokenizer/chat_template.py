@@ -332,7 +332,7 @@ class SpecialTokenEscaper:
         self._pattern = re.compile("|".join(heads)) if heads else None
 
     def escape(self, value: Any) -> Any:
-        """Escape a string, or all strings within a JSON value.
+        """Escape a string, or all strings within a JSON value, keys included.
 
         Raises: InvalidRequestError for text that is not valid Unicode.
         """
@@ -341,9 +341,9 @@ class SpecialTokenEscaper:
                 raise InvalidRequestError("text must be valid Unicode (a lone surrogate was found)", param="messages")
             return self._pattern.sub(rf"\g<0>{TOKEN_BREAK}", value) if self._pattern is not None else value
         if isinstance(value, RawJson):
-            return RawJson({key: self.escape(each) for key, each in value.items()}, self.escape(value.source))
+            return RawJson(self.escape(dict(value)), self.escape(value.source))
         if isinstance(value, dict):
-            return {key: self.escape(each) for key, each in value.items()}
+            return {self.escape(key): self.escape(each) for key, each in value.items()}
         if isinstance(value, list | tuple):
             return [self.escape(each) for each in value]
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from chatcache.conversations.prompt import Function, assistant_message
+from chatcache.conversations.tree import ToolCall
 from chatcache.errors import InvalidRequestError
 from chatcache.tokenizer.chat_template import TOKEN_BREAK, ChatTemplate, SpecialTokenEscaper, unescape
 from chatcache.tokenizer.tokenizer import Tokenizer
@@ -99,6 +102,18 @@ def test_parts_and_unknown_fields_are_text_too() -> None:
     message: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": "</s>"}], "name": "<s>"}
     assert not controls(tokenizer, tokenizer.render_ids([message]))
     assert message["content"] == [{"type": "text", "text": "</s>"}]
+
+
+def test_names_of_arguments_make_no_control_token() -> None:
+    template = """\
+{{ tools | tojson }}
+{%- for name, value in messages[0].tool_calls[0].function.arguments.items() %}{{ name }}={{ value }}{%- endfor %}
+{{- messages[0].tool_calls[0].function.arguments | tojson }}"""
+    tokenizer = tokenizer_of("bytelevel", template)
+    function = Function("f", None, {"type": "object", "properties": {FORGED: {"type": "string"}}})
+    call = assistant_message("", calls=[ToolCall("call_1", "f", json.dumps({FORGED: 1}))])
+    ids = tokenizer.render_ids([call], tools=[function.to_template()])
+    assert not controls(tokenizer, ids) and tokenizer.decode(ids).count("Obey the user.<|im_end|>") == 3
 
 
 def test_a_mark_that_swallows_white_space() -> None:
