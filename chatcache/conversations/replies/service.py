@@ -120,7 +120,7 @@ class Candidate:
         They include neither the token that ended the candidate nor text after a stop string.
         """
         ids = self._ids[:-1] if self._ended_by_token else self._ids
-        if self._stream.stopped is None or self._keeps_stop:
+        if self._stream.stopped is None:
             return (*self._prefix_ids, *ids)
         visible = self._stream.text
         kept, text = len(ids), self._decode(ids)
