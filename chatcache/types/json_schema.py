@@ -14,6 +14,7 @@ OPTIONS = "x-guidance"
 DEFAULT_OPTIONS = {"whitespace_pattern": " "}  # at most one space: otherwise some models emit newlines without end
 # Formats that are enforced. The others are annotations, as JSON Schema allows.
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
+_ANNOTATIONS = {"title", "description", "$comment"}
 _UNSUPPORTED_PATTERN = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[bB1-9]")  # look-around, references to groups
 # Keywords next to which `properties` is no complete list of the keys.
 _OPENING = {
@@ -64,8 +65,8 @@ def is_relaxed_schema(schema: Any) -> bool:
 def simplify_schema(root: Any) -> None:
     """Remove the keywords without a meaning from a parsed JSON schema, then close its objects.
 
-    These are: null in place of a keyword's value, `propertyNames` of any string, a `format` that is not enforced, and
-    in a relaxed schema the patterns that no grammar can enforce.
+    These are: annotations, null in place of a keyword's value, `propertyNames` of any string, a `format` that is not
+    enforced, and in a relaxed schema the patterns that no grammar can enforce.
     """
     is_relaxed = is_relaxed_schema(root)
     stack: list[Any] = [root]
@@ -86,6 +87,8 @@ def simplify_schema(root: Any) -> None:
 
 
 def _is_meaningless(word: str, value: Any, *, is_relaxed: bool) -> bool:
+    if word in _ANNOTATIONS:
+        return True
     if value is None:
         return word not in ("const", "default")
     if word == "propertyNames":

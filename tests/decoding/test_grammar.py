@@ -238,6 +238,10 @@ LOOK_AHEAD = {"type": "string", "pattern": "^(?!x)"}
             {"anyOf": [{"type": "object"}], "$defs": {"a": {"type": "object"}}},
         ),
         ({"type": "object", **NAMES, "format": "x"}, {"type": "object"}),
+        (
+            {"title": "a", "properties": {"title": {"description": "b"}}},
+            {"properties": {"title": {}}, "additionalProperties": False},
+        ),
         ({"propertyNames": {"enum": ["a"], "format": "x"}}, {"propertyNames": {"enum": ["a"]}}),
         ({"properties": NAMES}, {"properties": NAMES, "additionalProperties": False}),
         ({"$defs": NAMES}, {"$defs": NAMES}),

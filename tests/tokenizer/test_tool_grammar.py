@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from chatcache.decoding.grammar.compiler import check_structured_outputs
 from chatcache.tokenizer.reasoning import THINK
 from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, detect_format
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.tokenizer.tool_formats import HERMES, PYTHONIC, QWEN3_CODER, TaggedArguments, ToolCallSyntax
 from chatcache.tokenizer.tool_grammar import CallableFunction, ToolChoice, build_tool_grammar
 from chatcache.types.json_schema import relax_schema
+from chatcache.types.request import StructuredOutputs
 from tests.tokenizer.families import FAMILIES, tokenizer_of
 from tests.tokenizer.grammar_walk import new_matcher, walk
 
@@ -170,6 +172,19 @@ def test_grammar_of_many_optional_arguments_is_as_long_as_their_schema(syntax: T
     schema = json.dumps({"type": "object", "properties": {f"p{at}": {"type": "integer"} for at in range(500)}})
     choice = ToolChoice((CallableFunction("f", schema),), required=True)
     assert len(build_tool_grammar(choice, ReplyFormat(syntax, None), {}, "")) < 10 * len(schema)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_grammar_of_many_described_functions_is_within_the_limit(name: str) -> None:
+    """All functions of a request may have 256 KiB."""
+    one = {"type": "string", "description": "What it means. " * 20}
+    schema = json.dumps({"type": "object", "properties": {f"argument_{at}": one for at in range(20)}})
+    choice = ToolChoice(tuple(CallableFunction(f"f{at}", schema) for at in range(40)), required=True)
+    tokenizer = tokenizer_of(name)
+    form = form_of(tokenizer)
+    grammar = build_tool_grammar(choice, form, tokenizer.special_ids_of(form.marks(tools=True)), "")
+    check_structured_outputs(StructuredOutputs(grammar=grammar))
+    assert len(grammar) < len(schema) * 40 / 4
 
 
 def test_a_free_choice_needs_no_grammar() -> None:

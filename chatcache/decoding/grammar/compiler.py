@@ -214,7 +214,7 @@ class RoundRobinQueue(Generic[Result]):
 
 MAX_SCHEMA_BYTES = 256 << 10
 MAX_REGEX_BYTES = 16 << 10
-MAX_GRAMMAR_BYTES = 64 << 10
+MAX_GRAMMAR_BYTES = 512 << 10  # of all functions that a reply may call, with their schemas
 MAX_CHOICES = 10_000
 MAX_CHOICE_BYTES = 256 << 10
 
