@@ -65,9 +65,9 @@ class ReplyParts(msgspec.Struct, frozen=True, omit_defaults=True):
     """The parts of a message other than its text.
 
     `reasoning` and `tool_calls` were parsed from the model's output; `raw` is the whole output, or "" if it equals the
-    text. `call_id`: the call that a message of role "tool" answers. `is_call_cut`: generation ended before the
-    arguments of the last call were complete. `output_indexes`: positions of the reply's output items (reasoning, text,
-    calls) in its response; () if they are in this order, one candidate after the other.
+    text. `call_id`: the call that a message of role "tool" answers. `is_call_cut`: the arguments of the last call have
+    no end, since generation ended before it or they violate their notation. `output_indexes`: positions of the reply's
+    output items (reasoning, text, calls) in its response; () if they are in this order, one candidate after the other.
     """
 
     reasoning: str = ""

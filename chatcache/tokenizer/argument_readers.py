@@ -5,7 +5,7 @@
 
 A reader has the interface of `CallObjectReader`: `read` consumes what is complete, `drain` returns the JSON text so
 far. Strings are returned while they are generated. If the notation is violated, the reader ends (`is_finished`) and the
-JSON text stays incomplete, as that of a reply that was cut off.
+JSON text stays incomplete (`is_complete`), as that of a reply that was cut off.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class TaggedReader:
 
     def __init__(self, form: TaggedArguments, name: str, schema: Mapping[str, Any]) -> None:
         self.name = name
-        self.is_finished = False
+        self.is_finished = self.is_complete = False
         self._schema = schema
         self._opening, self._separator = form.opening.strip(WHITESPACE), form.separator.strip(WHITESPACE)
         json_middle = f"|(?P<json>{_flexible(form.json_middle)})" if form.json_middle else ""
@@ -164,7 +164,7 @@ class TaggedReader:
             return at + len(self._separator)
         if not rest.startswith(self._opening):
             if not self._opening.startswith(rest):
-                self.is_finished = True
+                self.is_finished = self.is_complete = True
                 self._pending.append("}" if self._num else "{}")
             return at
         found = self._middle.search(rest, len(self._opening))
@@ -247,14 +247,16 @@ class LiteralReader:
 
     def __init__(self, form: LiteralArguments, name: str, end: str) -> None:
         self.name = name
-        self.is_finished = False
+        self.is_finished = self.is_complete = False
         self._quotes = (form.quote,) if not form.has_escapes else ("'", '"')
         self._has_escapes = form.has_escapes
         self._end = end
         self._stack: list[str] = []  # closing brackets of the containers around the current place
         self._expects = _Expects.KEY
         self._is_empty = True  # nothing in this container yet
+        self._has_comma = False  # before the current place; it may be the last one of a container
         self._quote = ""
+        self._is_fresh = False  # nothing after the quote yet
         self._pending: list[str] = []
         self._has_begun = False
 
@@ -309,13 +311,16 @@ class LiteralReader:
             self.is_finished = True
             return False
         self._is_empty = False
+        if self._has_comma:
+            self._emit(", ")
+        self._has_comma = False
         return True
 
     def _open_string(self, quote: str) -> bool:
         if not self._begin_entry():
             return False
         self._emit('"')
-        self._quote = quote
+        self._quote, self._is_fresh = quote, True
         return True
 
     def _word(self, word: str) -> bool:
@@ -337,9 +342,10 @@ class LiteralReader:
                 self._emit(": ")
                 self._expects = _Expects.VALUE
             case _Expects.NEXT, ",":
-                self._emit(", ")
+                self._has_comma = True
                 self._expects = _Expects.KEY if self._in_object else _Expects.VALUE
             case _Expects.VALUE, "(" | "[" | "{":
+                self._begin_entry()
                 self._emit("{" if char == "{" else "[")
                 self._stack.append(_CLOSING[char])
                 self._expects = _Expects.KEY if char == "{" else _Expects.VALUE
@@ -354,11 +360,13 @@ class LiteralReader:
         return not self._stack or self._stack[-1] == "}"
 
     def _close(self, char: str, at: int) -> int:
-        if self._expects is not _Expects.NEXT and not self._is_empty:
+        if self._expects is not _Expects.NEXT and not self._is_empty and not self._has_comma:
             return self._break(at)
+        self._has_comma = False
         if not self._stack:
             if char == self._end:
                 self._emit("}")
+                self.is_complete = True
             return self._break(at)
         if char != self._stack.pop():
             return self._break(at)
@@ -368,6 +376,14 @@ class LiteralReader:
         return at + 1
 
     def _in_string(self, text: str, at: int, last: bool) -> int:
+        if self._is_fresh and self._has_escapes:
+            start = text[at : at + 2]
+            if start == self._quote and not last:
+                return at
+            self._is_fresh = False
+            if start == 2 * self._quote:  # three quotes begin a text of several lines
+                self._quote *= 3
+                return at + 2
         stops = (self._quote, "\\") if self._has_escapes else (self._quote,)
         end = min((found for stop in stops if (found := text.find(stop, at)) >= 0), default=-1)
         if end < 0:

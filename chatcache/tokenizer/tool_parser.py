@@ -13,8 +13,9 @@ reported as they arrive, exactly as the model wrote them:
                      ^               `-------------- reported character by character
                      `- the call is reported here
 
-White space around calls is not part of the text. If the stream ends within a call, the call keeps the arguments so far
-and stays open (`has_open_call`). A part of a delimiter that the stream ends with after a call is not text.
+White space around calls is not part of the text. If the stream ends within a call, or its arguments violate their
+notation, the call keeps the arguments so far and stays open (`has_open_call`). A part of a delimiter that the stream
+ends with after a call is not text.
 Of calls in JSON, only the outer object must be valid (keys, colons, commas). The end of the arguments is found by
 brackets and quotes alone: errors within them are passed to the client unchanged. Arguments in another notation are
 reported as JSON (`argument_readers`).
@@ -79,13 +80,18 @@ class CallObjectReader:
         self._escaped = False
         self._depth = 0
         self._in_quotes = False
-        self._has_arguments = False
+        self._has_begun = self._has_arguments = False
         self._pending: list[str] = []
 
     @property
     def is_finished(self) -> bool:
         """True if the object is complete or invalid."""
         return self.at in (ReadState.CLOSED, ReadState.BROKEN)
+
+    @property
+    def is_complete(self) -> bool:
+        """True unless the arguments began and did not end."""
+        return self._has_arguments or not self._has_begun
 
     def drain(self) -> str:
         """Return the text of the arguments that was read since the last call of this method."""
@@ -251,6 +257,7 @@ class CallObjectReader:
 
     def _emit(self, piece: str) -> None:
         if self._key in _ARGUMENTS and not self._has_arguments:
+            self._has_begun = True
             self._pending.append(piece)
 
 
@@ -313,14 +320,15 @@ class ToolCallParser:
         self._object: CallObjectReader | TaggedReader | LiteralReader = CallObjectReader()
         self._number = -1
         self._announced = False
+        self._is_broken = False
         self._has_emitted = False
         self._texts: list[str] = []
         self._parts: list[ToolCallDelta] = []
 
     @property
     def has_open_call(self) -> bool:
-        """True between the name of a call and the end of its arguments."""
-        return self._announced and self._state == self._in_call
+        """True between the name of a call and the end of its arguments, and after arguments without an end."""
+        return self._is_broken or (self._announced and self._state == self._in_call)
 
     def push(self, text: str) -> ParsedText:
         """Parse a chunk; return the parts that are now final."""
@@ -491,6 +499,7 @@ class ToolCallParser:
         if last:
             return ""  # a part of a delimiter within a call that stays open
         if call.is_finished:
+            self._is_broken = not call.is_complete
             if not self._has_emitted:
                 self._emit_arguments("{}")
             self._trims = True
@@ -502,6 +511,7 @@ class ToolCallParser:
     def _announce(self) -> None:
         if self._object.name:
             self._announced = True
+            self._is_broken = False
             self._attempt = []
             self._number += 1
             self._parts.append(ToolCallDelta(self._number, self._object.name, call_id="".join(self._call_id)))

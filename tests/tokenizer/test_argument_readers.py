@@ -49,10 +49,28 @@ def test_escapes_are_those_of_python(escape: str) -> None:
         assert json.loads(read(f'a="{escape}")', size)) == {"a": expected}
 
 
-@pytest.mark.parametrize("text", ["a=)", "a=[1)", "=1)", "a b)", "a=1 2)", "a={1: 2]", "a=(", 'a="x'])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('a="""x\n"y" z""")', {"a": 'x\n"y" z'}),
+        ("a='''it's''', b='''''')", {"a": "it's", "b": ""}),
+        ("a=\"\", b='' , c=[\"\", ''])", {"a": "", "b": "", "c": ["", ""]}),
+        ("a=1,)", {"a": 1}),
+        ("a=(1,), b=[2, ], c={'d': 3,})", {"a": [1], "b": [2], "c": {"d": 3}}),
+    ],
+)
+def test_texts_of_several_lines_and_last_commas_are_those_of_python(text: str, expected: dict[str, object]) -> None:
+    for size in (1, 2, 3, 99):
+        assert json.loads(read(text, size)) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["a=)", "a=,)", "a=1,,)", "a=[,])", "a=[1)", "=1)", "a b)", "a=1 2)", "a={1: 2]", "a=(", 'a="x']
+)
 def test_broken_literals_end_without_a_closing_brace(text: str) -> None:
     reader = LiteralReader(LiteralArguments(), "f", ")")
     reader.read(text, last=True)
+    assert not reader.is_complete
     with pytest.raises(ValueError):
         json.loads(reader.drain())
 

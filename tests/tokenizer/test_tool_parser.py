@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from chatcache.tokenizer.reasoning import ReasoningParser
-from chatcache.tokenizer.tool_formats import HERMES, LLAMA3, MISTRAL, ToolCallSyntax
+from chatcache.tokenizer.tool_formats import HERMES, LLAMA3, MISTRAL, PYTHONIC, QWEN3_CODER, ToolCallSyntax
 from chatcache.tokenizer.tool_parser import ParsedText, ToolCallParser
 from tests.tokenizer import oracles as oracle
 from tests.tokenizer.oracles import Call
@@ -145,6 +145,20 @@ def test_call_is_open_from_its_name_to_the_end_of_its_object(name: str, whole: s
         calls = joined([parser.push(whole[:length]), parser.finish()])[1]
         assert parser.has_open_call is (bool(calls) and length < closed)
         assert bool(calls) is (length >= opened)
+
+
+@pytest.mark.parametrize(
+    ("syntax", "broken"),
+    [
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": <b>}}</tool_call>'),
+        (PYTHONIC, "[f(a=g(1))]"),
+        (QWEN3_CODER, f"<tool_call><function=f><parameter={'a' * 600}></tool_call>"),
+    ],
+)
+def test_call_whose_arguments_violate_their_notation_stays_open(syntax: ToolCallSyntax, broken: str) -> None:
+    parser = ToolCallParser(syntax, FUNCTIONS)
+    assert [call.name for call in joined([parser.push(broken), parser.finish()])[1]] == ["f"]
+    assert parser.has_open_call
 
 
 def test_plain_text_is_held_back_no_longer_than_it_must() -> None:
