@@ -35,6 +35,7 @@ class HarmonyParser:
         self._held = ""
         self._channel: str | None = None  # of the current message; None in a header
         self._number = -1
+        self._is_empty_call = False
         self._joins = {"text": "", "reasoning": ""}  # what separates the next message from an earlier one
         self._text: list[str] = []
         self._reasoning: list[str] = []
@@ -85,6 +86,7 @@ class HarmonyParser:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None and self._functions is not None and len(recipient[1]) <= MAX_NAME_CHARS:
             self._channel = "call"
+            self._is_empty_call = True
             self._number += 1
             self._calls.append(ToolCallDelta(self._number, recipient[1]))
             return
@@ -98,7 +100,7 @@ class HarmonyParser:
         places = [(at, word) for word in _ENDS if (at := text.find(word)) >= 0]
         if places:
             at, word = min(places)
-            self._append(text[:at])
+            self._append(text[:at] or ("{}" if self._channel == "call" and self._is_empty_call else ""))
             self._channel = None
             return text[at + len(word) :] if word not in (_START, "<|channel|>") else text[at:]
         end = len(text) if last else len(text) - max(overlap(text, word) for word in _ENDS)
@@ -114,6 +116,7 @@ class HarmonyParser:
                 self._reasoning.append(text)
                 self._joins["reasoning"] = "\n"
             case "call":
+                self._is_empty_call = False
                 self._calls.append(ToolCallDelta(self._number, arguments=text))
             case _:
                 self._text.append(text)

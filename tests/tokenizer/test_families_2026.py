@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 
 from chatcache.tokenizer.chat_template import RawJson, parse_arguments
+from chatcache.tokenizer.harmony import HarmonyParser
 from chatcache.tokenizer.reply_format import ReplyFormat, ReplyParser, detect_format
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.tokenizer.tool_formats import (
@@ -384,3 +385,13 @@ def test_values_between_tags_have_the_type_of_the_schema(name: str) -> None:
     bad = reply.replace("12", "many")
     parser = ReplyParser(form, "", {"f": schema})
     assert joined([parser.push(bad), parser.finish()])[2] == [("f", {**arguments, "text": "many", "count": "many"})]
+
+
+def test_harmony_call_that_ends_without_arguments_has_an_empty_object() -> None:
+    for end, rest, arguments in (("<|call|>", "", "{}"), ("", "<|call|>", "{}"), ("", "", "")):
+        parser = HarmonyParser({"f": {}})
+        first = parser.push("<|channel|>commentary to=functions.f <|constrain|>json<|message|>" + rest)
+        calls = (*first.calls, *parser.finish(end).calls)
+        assert [call.name for call in calls if call.name] == ["f"]
+        assert "".join(call.arguments for call in calls) == arguments
+        assert parser.has_open_call is not bool(arguments)
