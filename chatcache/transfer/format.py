@@ -306,19 +306,23 @@ def _numbered(tree: ConversationTree) -> Iterator[tuple[str, Item]]:
         children.setdefault(item.parent_id, []).append(item)
     numbers: dict[str, int] = {}
     before: str | None = None
-    stack = list(reversed(children.get(None, ())))
+    stack = _numbered_last_first(children.get(None, ()))
     while stack:
-        item = stack.pop()
+        number, item = stack.pop()
         numbers[item.id] = len(numbers) + 1
         heading = f"{numbers[item.id]} · {_ROLES.get(item.role, item.role)}"
-        siblings = children[item.parent_id]
-        if len(siblings) > 1:
-            heading += f" · {1 + next(at for at, each in enumerate(siblings) if each is item)} of {len(siblings)}"
+        num_siblings = len(children[item.parent_id])
+        if num_siblings > 1:
+            heading += f" · {number} of {num_siblings}"
         if item.parent_id != before:
             heading += f" · after {numbers[item.parent_id]}" if item.parent_id is not None else " · from the start"
         before = item.id
         yield heading, item
-        stack += reversed(children.get(item.id, ()))
+        stack += _numbered_last_first(children.get(item.id, ()))
+
+
+def _numbered_last_first(items: Sequence[Item]) -> list[tuple[int, Item]]:
+    return list(enumerate(items, start=1))[::-1]
 
 
 def _reasoning(item: Item) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -88,3 +89,12 @@ def test_tree_markdown_has_every_message_once_with_its_parent(generated: Generat
         assert item.parent_id == (by_number[above] if above is not None else None)
         by_number[number], before = item_id, number
     assert sorted(by_number.values()) == sorted(tree.items)
+
+
+def test_tree_markdown_of_many_siblings_takes_linear_time() -> None:
+    """The limit is twenty times what it takes."""
+    items = [Item(f"i{at}", None, "user", "x") for at in range(20_000)]
+    tree = ConversationTree(Conversation("c", "", 0.0, 0.0, "T"), items, ())
+    started_s = time.process_time()
+    text = tree_markdown(tree)
+    assert time.process_time() - started_s < 2 and "## 20000 · User · 20000 of 20000 · from the start" in text
