@@ -29,6 +29,7 @@ _PDF_CHILD = Path(__file__).with_name("pdf_child.py")
 _OUT_OF_TIME = {-number for name in ("SIGXCPU", "SIGKILL") if (number := getattr(signal, name, 0))}
 _PDF_MARK = b"%PDF-"
 _PDF_MARK_WITHIN = 1024  # bytes, as readers of PDFs accept it
+_PDF_LINE = re.compile(rb"(?:\A|[\r\n])%PDF-\d")
 _BINARY = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _BREAKS = re.compile(r"\r\n?|[\u2028\u2029\x85]")
 _NOT_IN_NAMES = re.compile(r"[\x00-\x1f\x7f\u2028\u2029\x85]+")
@@ -82,8 +83,9 @@ def clean_name(name: str) -> str:
 
 
 def is_pdf(data: bytes) -> bool:
-    """Whether the file is a PDF, whatever its name says."""
-    return _PDF_MARK in data[:_PDF_MARK_WITHIN]
+    """Whether the file is a PDF, whatever its name says; a text that names the mark within a line is none."""
+    head = data[:_PDF_MARK_WITHIN]
+    return _PDF_LINE.search(head) is not None or (_PDF_MARK in head and b"\0" in data)
 
 
 def check_size(name: str, num_bytes: int) -> None:

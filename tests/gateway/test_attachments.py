@@ -134,6 +134,16 @@ def test_file_without_readable_text_is_refused_with_the_limit(data: bytes, probl
     assert caught.value.code == "unreadable_file"
 
 
+@pytest.mark.parametrize("text", ["Files that begin with %PDF- are PDFs.", '_MARK = b"%PDF-1.4"'])
+def test_text_that_names_the_mark_of_a_pdf_is_text(text: str) -> None:
+    assert read_file("a.md", text.encode()) == FileText("a.md", text)
+
+
+@pytest.mark.parametrize("head", [b"", b"@PJL ENTER\r\n", b"\n", b"\xef\xbb\xbf", b"\0" * 128])
+def test_pdf_after_other_bytes_is_read(head: bytes) -> None:
+    assert read_file("a.pdf", head + pdf_of(["Hello"]) + b"\0").text == "Hello"
+
+
 def test_text_of_a_pdf_is_read_page_by_page() -> None:
     assert read_file("a.pdf", pdf_of(["First page", "", "Third page"])) == FileText(
         "a.pdf", "First page\n\nThird page", 3
