@@ -25,6 +25,7 @@ from chatcache.types.json_schema import DEFAULT_OPTIONS, OPTIONS
 _OF_WHOLE = ("$defs", "definitions", OPTIONS)  # keywords that concern all parts of a schema
 _KEY = r"/[A-Za-z0-9_.\-]+/"
 MAX_ENUM_VALUES = 256
+_REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _NUMBERS = {"integer": r"/-?(0|[1-9][0-9]*)/", "number": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?/"}
 
 
@@ -172,14 +173,12 @@ class TaggedRules:
         closing = self._form.closing
         core = closing.rstrip(WHITESPACE)
         tail = self._mark(closing[len(core) :])
-        if shape:
-            if self._mark.is_token(core.lstrip(WHITESPACE)):
-                return [f"{name}: {name.upper()}? {self._mark(closing)}", f"{name.upper()}: /{shape}/"]
-            text = f"/{shape}/ & ~/(?s:.*){pattern(core.strip(WHITESPACE))}(?s:.*)/"
-            return [f"{name}: {name.upper()} {self._mark(closing)}", f"{name.upper()}: {text}"]
         inner = core.lstrip(WHITESPACE)
-        if inner != core and not self._mark.is_token(inner):  # the parser ends a value at the tag alone
-            text = f"/(?s:.*){pattern(core)}/ & ~/(?s:.*){pattern(inner)}(?s:.+)/"
+        is_token = self._mark.is_token(inner)
+        if shape and is_token:
+            return [f"{name}: {name.upper()}? {self._mark(closing)}", f"{name.upper()}: /{shape}/"]
+        if (shape or inner != core) and not is_token:  # the parser ends a value at the tag alone
+            text = f"/({shape or '(?s:.*)'}){pattern(core)}/ & ~/(?s:.*){pattern(inner)}(?s:.+)/"
             return [f"{name}: {name.upper()} {tail}", f"{name.upper()}: {text}"]
         if not tail:
             return self._mark.until(name, core)
@@ -190,13 +189,34 @@ def _text_pattern(schema: Mapping[str, Any]) -> str:
     """Return a pattern of the strings that a schema allows; "" for any string."""
     shape = schema.get("pattern")
     if isinstance(shape, str):
-        head = "" if shape.startswith("^") else "(?s:.*)"
-        tail = "" if shape.endswith("$") else "(?s:.*)"
-        return f"{head}({shape.removeprefix('^').removesuffix('$')}){tail}".replace("/", r"\/")
+        return "|".join(_unanchored(parts) for parts in _split_regex(shape))
     least, most = schema.get("minLength"), schema.get("maxLength")
     if isinstance(least, int) or isinstance(most, int):
         return f"(?s:.{{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}})"
     return ""
+
+
+def _split_regex(regex: str) -> list[list[str]]:
+    """Split a regular expression at its outermost `|`, and each alternative into escapes, classes and characters."""
+    found: list[list[str]] = [[]]
+    depth = 0
+    for part in _REGEX_PARTS.findall(regex):
+        depth += (part == "(") - (part == ")")
+        if part == "|" and not depth:
+            found.append([])
+        else:
+            found[-1].append(part)
+    return found
+
+
+def _unanchored(parts: Sequence[str]) -> str:
+    """Return a regular expression that is searched for as one of the whole text, with escaped slashes."""
+    head = 1 if parts[:1] == ["^"] else 0
+    tail = len(parts) - 1 if parts[head:] and parts[-1] == "$" else len(parts)
+    inner = re.sub(
+        r"\\.|/", lambda found: found[0] if len(found[0]) > 1 else r"\/", "".join(parts[head:tail]), flags=re.S
+    )
+    return f"{'' if head else '(?s:.*)'}({inner}){'' if tail < len(parts) else '(?s:.*)'}"
 
 
 def _python_words(schema: Mapping[str, Any], types: frozenset[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -163,6 +164,39 @@ def test_literals_are_held_to_schemas_that_refer_to_themselves(
     form = ReplyFormat(PYTHONIC, None)
     assert len(build_tool_grammar(choice, form, {}, "")) < 2_000
     assert accepted("hermes", choice, f"[f(t={value})]", form=form) == expected
+
+
+GLM = replace(QWEN3_CODER, arguments=TaggedArguments("<k>", "</k><v>", "</v>\n"))
+TEXTS = ("", "a", "abc", "/x/y", "x foo y", "5$", "5$ more", "a\nb\n", "a<b></param", "12")
+
+
+@pytest.mark.parametrize(
+    ("syntax", "before", "after"),
+    [(QWEN3_CODER, "<parameter=t>\n", "\n</parameter>\n"), (GLM, "<k>t</k><v>", "</v>\n")],
+)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *({"minLength": 1}, {"maxLength": 3}, {"minLength": 2, "maxLength": 4}),
+        *(
+            {"pattern": each}
+            for each in ("foo", r"\S", "^a", "c$", "^(a|abc)$", "^a$|^x", "^$|5", r"^[^/]*$", "^[$/|]x")
+        ),
+        *({"pattern": each} for each in (r"^\/x\/y$", r"5\$", r"^5\$$", r"^\d+$", r"[|^$\]]", "(a|5)")),
+    ],
+    ids=str,
+)
+def test_texts_between_tags_are_held_to_length_and_pattern(
+    syntax: ToolCallSyntax, before: str, after: str, shape: dict[str, Any]
+) -> None:
+    schema = {"type": "object", "properties": {"t": {"type": "string", **shape}}, "required": ["t"]}
+    choice = ToolChoice((CallableFunction("f", json.dumps(schema)),), required=True)
+    form = ReplyFormat(syntax, None)
+    for text in TEXTS:
+        fits = shape.get("minLength", 0) <= len(text) <= shape.get("maxLength", 99)
+        fits = fits and re.search(shape.get("pattern", ""), text) is not None
+        call = f"<tool_call>\n<function=f>\n{before}{text}{after}</function>\n</tool_call>"
+        assert accepted("hermes", choice, call, form=form) == ("whole" if fits else "refused"), text
 
 
 @pytest.mark.parametrize(
