@@ -15,10 +15,12 @@ ignored.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from html import unescape
 from typing import Any
 
 import msgspec
@@ -31,6 +33,7 @@ _ROLES = ("system", "user", "assistant")
 _LAST_TIME_S = 253_402_300_799
 _MAX_TITLE_CHARS = 200
 _MAX_ID_CHARS = 128
+_DETAILS = re.compile(r'<details type="(reasoning|tool_calls)"[^<>]*>')
 
 
 @dataclass(slots=True)
@@ -126,20 +129,40 @@ def _open_webui(line: Mapping[str, Any], skipped: Counter[str]) -> _Found | None
     history = chat.get("history") if isinstance(chat, dict) else None
     if not isinstance(chat, dict) or not isinstance(history, dict) or not isinstance(history.get("messages"), dict):
         return None
-    nodes = [
-        _Node(
-            _id(node_id),
-            _optional_id(message.get("parentId")),
-            _name(message.get("role")),
-            _text(message.get("content"), skipped),
-            _time(message.get("timestamp")),
-        )
-        for node_id, message in history["messages"].items()
-        if isinstance(message, dict)
-    ]
+    nodes = []
+    for node_id, message in history["messages"].items():
+        if not isinstance(message, dict):
+            continue
+        role, text = _name(message.get("role")), _text(message.get("content"), skipped)
+        text, reasoning = _without_details(text, skipped) if role == "assistant" else (text, "")
+        parent = _optional_id(message.get("parentId"))
+        nodes.append(_Node(_id(node_id), parent, role, text, _time(message.get("timestamp")), reasoning))
     created_at, updated_at = _time(line.get("created_at")), _time(line.get("updated_at"))
     title = line.get("title") or chat.get("title")
     return _Found(_name(line.get("id")), title, created_at, updated_at, history.get("currentId"), nodes)
+
+
+def _without_details(text: str, skipped: Counter[str]) -> tuple[str, str]:
+    """Return the text of an answer without its blocks `<details type="...">`, and the reasoning of those.
+
+    The lines of reasoning are quoted, and in newer versions escaped. Blocks of tool calls are counted.
+    """
+    texts, reasoning, end = [], [], 0
+    for found in _DETAILS.finditer(text):
+        if found.start() < end:
+            continue
+        closing = text.find("</details>", found.end())
+        if closing < 0:
+            break
+        texts.append(text[end : found.start()])
+        end = closing + len("</details>")
+        if found[1] == "tool_calls":
+            skipped["tool_calls"] += 1
+            continue
+        body = text[found.end() : closing].partition("</summary>")[2].strip()
+        lines = (unescape(body) if body.startswith("&gt;") else body).split("\n")
+        reasoning.append("\n".join(line.removeprefix(">").removeprefix(" ") for line in lines))
+    return "".join([*texts, text[end:]]).strip(), "\n\n".join(reasoning)
 
 
 def _librechat(line: Mapping[str, Any], skipped: Counter[str]) -> _Found | None:

@@ -60,6 +60,28 @@ def test_open_webui_chat_is_read_with_its_branches() -> None:
     assert draft.skipped == {"image_url": 1}
 
 
+@pytest.mark.parametrize("quoted", ["> Is 1 < 2?\n> \n> &gt; yes", "&gt; Is 1 &lt; 2?\n&gt; \n&gt; &amp;gt; yes"])
+def test_open_webui_blocks_of_reasoning_and_calls_are_no_text(quoted: str) -> None:
+    text = f"""\
+<details type="reasoning" done="true" duration="3">
+<summary>Thought for 3 seconds</summary>
+{quoted}
+</details>
+I look.
+<details type="tool_calls" done="true" id="c" name="f" arguments="&quot;{{}}&quot;">
+<summary>Tool Executed</summary>
+</details>
+<details><summary>More</summary>Yes</details>
+<details type="reasoning" done="false">"""
+    question = {"id": "a", "parentId": None, "role": "user", "content": '<details type="reasoning">x</details>'}
+    draft = read(open_webui(question, {"id": "b", "parentId": "a", "role": "assistant", "content": text}))
+    assert draft.items[0].text == question["content"]
+    assert draft.items[1].parts.reasoning == "Is 1 < 2?\n\n&gt; yes" and draft.skipped == {"tool_calls": 1}
+    assert draft.items[1].text == (
+        'I look.\n\n<details><summary>More</summary>Yes</details>\n<details type="reasoning" done="false">'
+    )
+
+
 def test_messages_below_a_skipped_one_follow_the_nearest_above() -> None:
     draft = read(
         open_webui(
