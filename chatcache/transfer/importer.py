@@ -58,6 +58,8 @@ _FENCE = re.compile(r"`{3,}")
 _SURROGATES = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL
 )
+_SOURCE_MARK = re.compile("( ?)(\ue200([^\ue200-\ue202]*)(?:\ue202[^\ue200\ue201]*)?\ue201|[\ue203-\ue206])")
+_SOURCES = (None, "cite", "filecite", "navlist")
 _HIDDEN_TYPES = frozenset(
     {"thoughts", "reasoning_recap", "user_editable_context", "model_editable_context", "app_pairing_content"}
 )
@@ -193,6 +195,8 @@ def _add_node(
     role = message.author.role
     hidden = _hidden_reason(message, above)
     text = "" if hidden else _text(message.content or {}, state.skipped)
+    if role == "assistant":
+        text = _with_sources(text, message.metadata or {})
     if hidden or not text:
         if hidden:
             state.skipped[hidden] += 1
@@ -231,6 +235,22 @@ def _text(content: dict[str, Any], skipped: Counter[str]) -> str:
     if content:
         skipped[kind[:64] if isinstance(kind, str) and kind else "unknown"] += 1
     return ""
+
+
+def _with_sources(text: str, metadata: dict[str, Any]) -> str:
+    """Return a text with links in place of the marks of its sources, which are of private-use characters."""
+    given = metadata.get("content_references")
+    references = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    links = {str(each.get("matched_text")): each.get("alt") for each in references}
+
+    def link(found: re.Match[str]) -> str:
+        space, mark, kind = found.groups()
+        if mark not in links and kind not in _SOURCES:
+            return found[0]
+        shown = links.get(mark)
+        return f"{space}{shown}" if isinstance(shown, str) and shown else ""
+
+    return _SOURCE_MARK.sub(link, text).strip()
 
 
 def _part(part: object, skipped: Counter[str]) -> str:

@@ -148,6 +148,21 @@ def test_read_chatgpt_converts_or_counts_unusual_contents() -> None:
     assert draft.skipped == {**expected, "unknown": 1}
 
 
+def test_read_chatgpt_shows_sources_as_links() -> None:
+    cite, place = "\ue200cite\ue202turn0search1\ue201", '\ue200entity\ue202["city","Oslo","in Norway"]\ue201'
+    links = [
+        {"matched_text": cite, "alt": "([a.org](https://a.org/))", "type": "grouped_webpages"},
+        {"matched_text": "\ue200cite\ue202turn0search2\ue201", "alt": None},
+        {"matched_text": place, "alt": "Oslo"},
+        "malformed",
+    ]
+    text = f"\ue203One\ue204 {cite}. Two \ue200cite\ue202turn0search2\ue201 of {place}, \ue200url\ue202x\ue201."
+    message = {"metadata": {"content_references": links}}
+    draft = read(node("a", None, "assistant", text, **message), node("b", "a", "user", cite))
+    shown = "One ([a.org](https://a.org/)). Two of Oslo, \ue200url\ue202x\ue201."
+    assert [item.text for item in draft.items] == [shown, cite]
+
+
 @pytest.mark.parametrize(
     "fields",
     [
