@@ -64,7 +64,9 @@ def backup(file: File, db: options.Db = DB, redis: NoRedis = "", force: Force = 
             "`chatcache db export`.",
             param_hint="--redis",
         )
-    with _new_file(file, force) as partial:
+    if file == STDOUT:
+        raise ChatcacheError("a backup is a file; `chatcache db export -` writes the conversations to stdout")
+    with _new_file(file, force, db) as partial:
         num_bytes = back_up(Path(db), partial)
     typer.echo(f"{file}: {format_size(num_bytes)}, checked")
 
@@ -84,7 +86,7 @@ def export_(
 
     async def run() -> None:
         async with open_source(db, redis) as source:
-            with _open_stream(file) if is_stream else _open_new(file, force) as out:
+            with _open_stream(file) if is_stream else _open_new(file, force, "" if redis else db) as out:
                 end = await write_archive(source, out.write)
         typer.echo(f"{file}: {end.num_conversations} conversations, {end.num_items} messages", err=is_stream)
 
@@ -99,6 +101,10 @@ def import_(context: typer.Context, file: File, db: options.Db = DB, redis: opti
     conversation could not be added.
     """
     options.refuse_two_stores(context)
+    if file == STDOUT or file.is_fifo() or file.is_char_device():
+        raise ChatcacheError(
+            f"{file}: an import is read twice, so it cannot come from a pipe; write it to a file first"
+        )
 
     async def run() -> int:
         async with _open_store(db, redis) as store:
@@ -239,21 +245,25 @@ def _open_stream(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def _open_new(path: Path, force: bool) -> Iterator[BinaryIO]:
-    with _new_file(path, force) as partial, partial.open("wb") as out:
+def _open_new(path: Path, force: bool, db: str) -> Iterator[BinaryIO]:
+    with _new_file(path, force, db) as partial, partial.open("wb") as out:
         yield out
 
 
 @contextlib.contextmanager
-def _new_file(path: Path, force: bool) -> Iterator[Path]:
+def _new_file(path: Path, force: bool, db: str) -> Iterator[Path]:
     """Yield a temporary file next to `path`, which is renamed to `path` after fsync.
 
     Only the current user may read it. Raises: StoreUnusableError if `path` cannot be written, exists and `force` is not
-    set, or is something else than a file, which a rename would remove.
+    set, is something else than a file, which a rename would remove, or belongs to the store `db` ("" for Redis), which
+    a server may have open.
     """
     if path.exists() and not path.is_file():
         raise StoreUnusableError(f"{path} is not a regular file")
     path = Path(os.path.realpath(path))  # a rename would replace a symbolic link instead of its file
+    for store in (f"{os.path.realpath(db)}{end}" for end in ("", "-wal", "-shm") if db):
+        if path == Path(store) or (path.exists() and Path(store).exists() and path.samefile(store)):
+            raise StoreUnusableError(f"{path} belongs to the store itself; choose another file")
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         if path.exists() and not force:

@@ -111,6 +111,30 @@ async def test_backup_and_export_replace_a_file_with_force_only(db: Path, tmp_pa
     assert not names(tmp_path, ".*partial")
 
 
+async def test_backup_and_export_never_replace_the_store_itself(db: Path, tmp_path: Path) -> None:
+    """A running server would go on to write into the file that was replaced, and lose what it stores."""
+    before = await read(db)
+    (tmp_path / "link.db").symlink_to(db)
+    (tmp_path / "same.db").hardlink_to(db)
+    for kind in ("backup", "export"):
+        for name in ("chat.db", "link.db", "same.db", "chat.db-wal", "chat.db-shm"):
+            assert "belongs to the store" in error_message(call(kind, tmp_path / name, "--db", db, "--force"))
+    assert await read(db) == before
+    assert not names(tmp_path, ".*partial")
+
+
+def test_backup_to_stdout_is_refused(db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "db export -" in error_message(call("backup", "-", "--db", db))
+    assert names(tmp_path, "*") == ["chat.db"]
+
+
+def test_import_from_a_pipe_is_refused(db: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for file in ("-", tmp_path / "pipe", "/dev/null"):
+        assert "cannot come from a pipe" in error_message(call("import", file, "--db", db))
+
+
 async def test_backup_and_export_through_a_symbolic_link_replace_its_file(db: Path, tmp_path: Path) -> None:
     for kind in ("backup", "export"):
         file, link = tmp_path / kind, tmp_path / f"{kind}.latest"
