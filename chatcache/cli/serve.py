@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import not_
@@ -28,6 +29,8 @@ from chatcache.factory import check_model_folder, served_name
 
 ENGINE = EngineConfig()
 SERVER = ServerConfig()
+_HOST_NAME = re.compile(r"[^\s:/?#@*\[\]\\]+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*\\]+")
 MAX_SHARED_SYSTEM_PROMPTS = 64
 MAX_SHARED_SYSTEM_PROMPT_BYTES = 1024 * 1024
 
@@ -159,14 +162,17 @@ def _address(host: str) -> str:
     Raises: BadParameter for an address with a port.
     """
     bare = host.removeprefix("[").removesuffix("]")
-    if ":" in bare:
-        try:
-            ipaddress.IPv6Address(bare)
-        except ValueError:
-            raise typer.BadParameter(
-                f"{host!r} is not an address; give the port with --port.", param_hint="--host"
-            ) from None
+    if ":" in bare and not _is_ipv6(bare):
+        raise typer.BadParameter(f"{host!r} is not an address; give the port with --port.", param_hint="--host")
     return bare
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _api_keys(keys: list[str]) -> tuple[str, ...]:
@@ -174,6 +180,30 @@ def _api_keys(keys: list[str]) -> tuple[str, ...]:
         if not (8 <= len(key) <= 256 and key.isascii() and key.isprintable() and " " not in key):
             raise typer.BadParameter("a key has 8 to 256 printable characters and no spaces.", param_hint="--api-key")
     return tuple(keys)
+
+
+def _allowed_hosts(hosts: list[str]) -> tuple[str, ...]:
+    """Return the names as a Host header has them, without port and brackets. Raises: BadParameter."""
+    names = []
+    for host in hosts:
+        name = host.removeprefix("[").removesuffix("]")
+        if host != "*" and not _is_ipv6(name) and not _HOST_NAME.fullmatch(name):
+            raise typer.BadParameter(
+                f"{host!r} is not a host name; give it without scheme, port and path.", param_hint="--allowed-host"
+            )
+        names.append(name)
+    return tuple(names)
+
+
+def _cors_origins(origins: list[str]) -> tuple[str, ...]:
+    """Return the origins as an Origin header has them. Raises: BadParameter."""
+    found = tuple(origin.lower().rstrip("/") for origin in origins)
+    for given, origin in zip(origins, found, strict=True):
+        if origin != "null" and not _ORIGIN.fullmatch(origin):
+            raise typer.BadParameter(
+                f"{given!r} is not an origin such as https://app.example.org.", param_hint="--cors-origin"
+            )
+    return found
 
 
 def _root_path(path: str) -> str:
@@ -241,8 +271,8 @@ _CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "host": _address,
     "no_prefix_caching": not_,
     "api_key": _api_keys,
-    "allowed_host": tuple,
-    "cors_origin": tuple,
+    "allowed_host": _allowed_hosts,
+    "cors_origin": _cors_origins,
     "root_path": _root_path,
     "shared_system_prompt": _shared_system_prompts,
     "mcp_config": _mcp_servers,

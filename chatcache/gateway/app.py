@@ -150,17 +150,14 @@ def _middleware(
     config: ServerConfig, metrics: Metrics, limiter: RateLimiter, key_cache: ApiKeyCache
 ) -> list[Middleware]:
     """Build the middleware stack, outermost first."""
-    stack = [Middleware(RequestContextMiddleware, metrics, limiter)]
-    if config.cors_origins:
+    stack: list[Middleware] = []
+    if config.cors_origins:  # outermost, so that pages of these origins can read all errors
         stack.append(
             Middleware(
                 CORSMiddleware,
                 allow_origins=config.cors_origins,
                 allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=[
-                    *("authorization", "content-type", "idempotency-key", "x-request-id"),
-                    *("x-api-key", "anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access"),
-                ],
+                allow_headers=["*"],  # SDKs send many of their own, such as x-stainless-lang
                 expose_headers=[
                     "x-request-id",
                     "request-id",
@@ -178,6 +175,7 @@ def _middleware(
     }
     return [
         *stack,
+        Middleware(RequestContextMiddleware, metrics, limiter),
         Middleware(
             CompressionMiddleware,
             minimum_size=MIN_COMPRESSED_BYTES,

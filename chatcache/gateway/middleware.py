@@ -55,7 +55,7 @@ _START_MESSAGES = ("http.response.start", "websocket.http.response.start", "webs
 
 
 class RequestContextMiddleware:
-    """Outermost middleware: request id, error responses, metrics and one log line per request."""
+    """Outermost middleware but for CORS: request id, error responses, metrics and one log line per request."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, limiter: RateLimiter) -> None:
         self._app = app

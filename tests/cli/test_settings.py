@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,28 @@ def test_unusable_shared_system_prompt_file_is_refused(seen: Seen, data: bytes |
     result = serve("--shared-system-prompt", "p")
     assert result.exit_code == 2 and not seen
     assert "--shared-system-prompt" in result.output and reason in " ".join(result.output.replace("│", " ").split())
+
+
+def test_allowed_hosts_and_origins_are_compared_as_browsers_send_them(seen: Seen) -> None:
+    hosts, origins = ("chat.example", "[::1]", "10.0.0.1", "*"), ("HTTPS://App.Example:8443/", "app://own", "null")
+    flags = [f"--allowed-host={host}" for host in hosts] + [f"--cors-origin={origin}" for origin in origins]
+    assert serve(*flags).exit_code == 0
+    assert seen[0][1].allowed_hosts == ("chat.example", "::1", "10.0.0.1", "*")
+    assert seen[0][1].cors_origins == ("https://app.example:8443", "app://own", "null")
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("--allowed-host", ("https://chat.example", "chat.example:443", "chat.example/", "*.example", "[::1]:80", "")),
+        ("--cors-origin", ("app.example", "*", "https://*.example", "https://app.example/path", "https://", "")),
+    ],
+)
+def test_host_or_origin_that_no_browser_sends_is_refused(seen: Seen, flag: str, values: Sequence[str]) -> None:
+    for value in values:
+        result = serve(flag, value)
+        assert result.exit_code == 2 and flag in result.output, value
+    assert not seen
 
 
 def test_api_keys_are_read_from_flags_and_environment(seen: Seen) -> None:

@@ -194,6 +194,22 @@ def test_cors_allows_listed_origins_only(locked: Server) -> None:
     assert "access-control-allow-origin" not in headers
 
 
+def test_cors_allows_the_headers_of_browser_sdks(locked: Server) -> None:
+    wanted = "authorization,content-type,x-stainless-lang,x-stainless-retry-count,x-stainless-timeout"
+    preflight = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    status, headers, _ = locked.request(
+        "OPTIONS", CHAT, headers={**preflight, "access-control-request-headers": wanted}
+    )
+    assert status == 200 and headers["access-control-allow-headers"] == wanted
+
+
+def test_cors_lets_a_page_read_the_error_of_a_body_that_is_too_large(locked: Server) -> None:
+    given = {"authorization": f"Bearer {KEYS[0]}", "origin": "https://app.example"}
+    status, headers, _ = locked.request("POST", CHAT, raw=b" " * 2001, headers=given)
+    assert status == 413 and headers["access-control-allow-origin"] == "https://app.example"
+    assert headers["x-request-id"] and "x-request-id" in headers["access-control-expose-headers"]
+
+
 def test_body_limit_counts_bytes_while_reading(locked: Server) -> None:
     key = {"authorization": f"Bearer {KEYS[0]}"}
     status, _, answer = locked.request("POST", CHAT, raw=b" " * 2001, headers=key)
