@@ -26,10 +26,11 @@ from chatcache.conversations.prompt import Message
 from chatcache.conversations.replies.events import ReplyDelta, ReplyFinished
 from chatcache.conversations.replies.service import ChatService
 from chatcache.engine_process.threaded import ThreadedEngine
-from chatcache.errors import ChatcacheError, EngineError
+from chatcache.errors import ChatcacheError, EngineError, InvalidRequestError
 from chatcache.types.request import MAX_N, GenerateRequest, SamplingParams
 
 CONNECT_TIMEOUT_S = 5.0
+MAX_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +102,24 @@ class HttpChatClient:
     """Uses a server with OpenAI's chat completions API; only chatcache reports cached tokens."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
+        """Prepare the client. Raises: InvalidRequestError for a URL or a key that cannot be sent."""
+        if api_key and not api_key.isascii():
+            raise InvalidRequestError("the API key has a character that no key has", param="api_key")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._client = httpx.AsyncClient(base_url=f"{self._url}/v1/", headers=headers, timeout=timeout)
+        try:
+            self._client = httpx.AsyncClient(base_url=f"{self._url}/v1/", headers=headers, timeout=timeout)
+        except httpx.InvalidURL as error:
+            raise InvalidRequestError(f"{url}: {error}", param="url") from None
+        if (self._client.base_url.port or 0) > MAX_PORT:
+            raise InvalidRequestError(f"{url}: ports end at {MAX_PORT}", param="url")
         self.name = ""
 
     async def connect(self) -> None:
         """Request the name of the server's model.
 
-        Raises: EngineError if the server cannot be reached or returns an error.
+        Raises: EngineError if the server cannot be reached, returns an error or has another API.
         """
         try:
             response = await self._client.get("models")
@@ -118,7 +127,10 @@ class HttpChatClient:
             raise EngineError(f"{self._url}: {error or type(error).__name__}") from None
         if response.is_error:
             raise _http_error(response.status_code, response.content)
-        self.name = response.json()["data"][0]["id"]
+        try:
+            self.name = response.json()["data"][0]["id"]
+        except (ValueError, LookupError, TypeError):
+            raise EngineError(f"{self._url}: this is not a server with OpenAI's API") from None
 
     async def answer(self, messages: Sequence[Message], params: SamplingParams) -> AsyncIterator[TextDelta | Usage]:
         body = {
@@ -280,8 +292,13 @@ class Session:
         while True:
             try:
                 line = self._next_line or self._read_line("> ").strip()
+                line.encode()  # raises for bytes that Python kept as surrogates
             except (EOFError, KeyboardInterrupt):
                 return
+            except UnicodeError:
+                self._next_line = ""
+                self.console.print("this line is not UTF-8 text", style="red")
+                continue
             self._next_line = ""
             if line in ("/quit", "/exit"):
                 return
@@ -350,7 +367,7 @@ class Session:
         """
         try:
             line = self._read_line(f"continue with 1-{len(answers)} [1], or write the next message: ").strip()
-        except EOFError:
+        except (EOFError, UnicodeError):
             return 0
         if line.isdecimal():
             return int(line) - 1 if 1 <= int(line) <= len(answers) else 0

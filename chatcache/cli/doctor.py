@@ -240,11 +240,16 @@ def check_running_server(url: str, api_key: str | None) -> Iterator[Finding]:
     """
     base = url.rstrip("/").removesuffix("/v1")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT_S) as client:
+    try:
+        client = httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT_S)
+    except (httpx.InvalidURL, UnicodeError) as error:
+        yield fail("Server", f"{base}: {error}", "check the address and the key")
+        return
+    with client:
         try:
             ready = client.get("/readyz")
             body = ready.json()
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, ValueError, OverflowError) as error:  # the last: of a port beyond 65535
             yield fail(
                 "Server",
                 f"{base}: {error or type(error).__name__}",

@@ -116,7 +116,7 @@ def _nest_groups(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line; a ChatcacheError becomes one line on stderr and an exit code."""
+    """Run the command line; a ChatcacheError or the OSError of a file becomes a line on stderr and an exit code."""
     try:
         app()
     except ModelFolderError as error:
@@ -124,4 +124,9 @@ def main() -> None:
         sys.exit(EXIT_CONFIG)
     except ChatcacheError as error:
         print(f"chatcache: {error.message}", file=sys.stderr)
+        sys.exit(EXIT_ERROR)
+    except OSError as error:
+        if not isinstance(error.filename, str | os.PathLike):
+            raise
+        print(f"chatcache: {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(EXIT_ERROR)

@@ -133,6 +133,12 @@ def _swap_space(text: str) -> int:
         raise typer.BadParameter(error.message) from None
 
 
+def _db(text: Any) -> str:
+    if not text:  # SQLite would keep everything in a temporary file
+        raise typer.BadParameter("must name a file.")
+    return str(text)
+
+
 def _redis_url(text: str) -> str:
     try:
         return _insert_password(text)
@@ -349,7 +355,7 @@ Port = Annotated[int, _flag("port", "Port to listen on; 0 selects a free one.", 
 ApiKey = Annotated[
     list[str], _flag("api-key", "API key that clients must send; may be given several times.", show_default=False)
 ]
-Db = Annotated[str, _flag("db", "SQLite file of the conversations.")]
+Db = Annotated[str, _flag("db", "SQLite file of the conversations.", parser=_db, metavar="TEXT")]
 RedisUrl = Annotated[
     str,
     _flag(

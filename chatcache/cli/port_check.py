@@ -19,7 +19,10 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises: OSError.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError:  # a label of the name is empty or too long
+        raise OSError("this is not a host name") from None
     family, kind, protocol, _, address = found[0]
     sock = socket.socket(family, kind, protocol)
     try:

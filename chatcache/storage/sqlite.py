@@ -635,7 +635,11 @@ def open_to_read(path: Path) -> sqlite3.Connection:
     """
     if not path.is_file():
         raise StoreUnusableError(f"{path}: there is no such file")
-    db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=_BACKUP_BUSY_S, isolation_level=None)
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    try:
+        db = sqlite3.connect(uri, uri=True, timeout=_BACKUP_BUSY_S, isolation_level=None)
+    except sqlite3.Error as error:
+        raise open_error(path, error) from error
     try:
         version: int = db.execute("PRAGMA user_version").fetchone()[0]
         has_conversations = db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'conversations'").fetchone()

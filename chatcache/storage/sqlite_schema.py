@@ -334,6 +334,9 @@ def ensure_index(db: sqlite3.Connection, path: Path) -> None:
         return
     db.execute("BEGIN IMMEDIATE")
     try:
+        if is_indexed(db):  # another process has built it meanwhile
+            db.execute("ROLLBACK")
+            return
         for statement in _INDEX.strip().splitlines():
             db.execute(statement)
         for position, text in db.execute("SELECT position, text FROM items"):
@@ -474,12 +477,14 @@ def _check_whole(db: sqlite3.Connection, path: Path) -> None:
 def open_error(path: Path, error: sqlite3.Error) -> StoreUnusableError:
     """Return the error for a file that SQLite cannot open, with a hint at the likely reason."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, also for a path that may not be read or is too long
         hint = "; it is a folder"
-    elif not path.absolute().parent.is_dir():
+    elif not os.path.isdir(path.absolute().parent):
         hint = f"; there is no folder {path.parent}"
     elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         hint = _INSTEAD
+    elif code == sqlite3.SQLITE_CANTOPEN and os.path.exists(path):
+        hint = "; it may not be read and written by this user"
     elif code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         hint = " by another program"
     else:

@@ -117,6 +117,13 @@ def test_session_failed_turn_is_reported_and_removed_from_the_history() -> None:
     assert len(session.messages) == 2
 
 
+def test_session_line_that_is_not_utf8_is_refused_and_the_conversation_continues() -> None:
+    client, session, out = converse("one", "caf\udce9", "two")
+    assert "not UTF-8" in out
+    assert client.requests[1] == [message("user", "one"), message("assistant", "0:one"), message("user", "two")]
+    assert len(session.messages) == 4
+
+
 def test_session_stopped_answer_stays_in_the_history() -> None:
     client, _, out = converse("stop", "one")
     assert "(stopped)" in out
@@ -155,6 +162,16 @@ async def test_http_chat_client_raises_the_servers_error_message(server: Server)
     with pytest.raises(EngineError, match=r"HTTP 400: .*temperature"):
         await collect(client, SamplingParams(temperature=3.0))
     await client.close()
+
+
+async def test_http_chat_client_refuses_a_server_with_another_api() -> None:
+    for body in ("<html>", "[]", '{"data": []}', '{"data": [5]}'):
+        client = HttpChatClient("http://127.0.0.1:1", None)
+        found = httpx.MockTransport(lambda request, body=body: httpx.Response(200, text=body))
+        client._client = httpx.AsyncClient(base_url="http://127.0.0.1:1/v1/", transport=found)
+        with pytest.raises(EngineError, match="not a server with OpenAI's API"):
+            await client.connect()
+        await client.close()
 
 
 async def test_http_chat_client_names_an_unreachable_server() -> None:

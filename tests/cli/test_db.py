@@ -174,6 +174,19 @@ def test_backup_to_a_pipe_is_refused(db: Path, tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
+def test_backup_and_export_of_a_file_that_may_not_be_read_name_it(
+    db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        error = sqlite3.OperationalError("unable to open database file")
+        error.sqlite_errorcode = sqlite3.SQLITE_CANTOPEN
+        raise error
+
+    monkeypatch.setattr(sqlite3, "connect", refuse)
+    for kind in ("backup", "export"):
+        assert "may not be read" in error_message(call(kind, tmp_path / "copy", "--db", db))
+
+
 def test_backup_ignores_the_partial_file_of_a_killed_one(db: Path, tmp_path: Path) -> None:
     left = tmp_path / f".copy.{os.getpid()}.partial"  # containers reuse process ids
     left.write_text("half")

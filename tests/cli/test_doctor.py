@@ -171,6 +171,13 @@ def test_doctor_fails_a_wrong_api_key(gateway: Server) -> None:
     assert finding_of(check_running_server(gateway.url, "sk-wrong-000000"), "API key").state is State.FAIL
 
 
+def test_doctor_fails_an_address_and_a_key_that_cannot_be_sent() -> None:
+    bad = (("http://[::1", None), ("http://127.0.0.1:99999", None), ("http://127.0.0.1:1", "sch\u00fcssel"))
+    for url, key in bad:
+        (finding,) = check_running_server(url, key)
+        assert finding.state is State.FAIL and finding.subject == "Server"
+
+
 def test_doctor_fails_an_unreachable_server() -> None:
     (finding,) = check_running_server("http://127.0.0.1:9", None)
     assert finding.state is State.FAIL

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from chatcache import __version__
-from chatcache.cli.main import app
+from chatcache.cli.main import app, main
 from chatcache.cli.options import RENAMED_OPTIONS
 from chatcache.config import EngineConfig, ServerConfig, format_size, parse_size, read_config_file, settings_by_command
 from chatcache.errors import InvalidRequestError
@@ -315,6 +315,41 @@ def test_config_option_selects_the_settings_file(seen: Seen) -> None:
     assert CliRunner().invoke(app, ["--config", "other.toml", "serve"]).exit_code == 0
     assert CliRunner().invoke(app, ["serve"], env={"CHATCACHE_CONFIG": "other.toml"}).exit_code == 0
     assert [server.port for _, server in seen] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--config", "{long}", "serve"),
+        ("serve", "--host", "a..b", "--port", "0"),
+        ("serve", "--host", "a" * 64, "--port", "0"),
+        ("serve", "--db", "{long}", "--port", "0"),
+        ("serve", "{long}"),
+        ("keys", "create", "--tenant", "acme", "--db", "{long}"),
+        ("keys", "list", "--db", "{long}"),
+        ("db", "backup", "{long}"),
+        ("db", "backup", "copy.db", "--db", "{long}"),
+        ("chat", "--url", "http://[::1"),
+        ("chat", "--url", "http://127.0.0.1:99999"),
+        ("chat", "--url", "http://127.0.0.1:1", "--api-key", "sch\u00fcssel"),
+    ],
+    ids=" ".join,
+)
+def test_names_that_the_system_refuses_are_one_line_on_stderr(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["chatcache", *(each.format(long="n" * 300) for each in arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    lines = capfd.readouterr().err.splitlines()
+    assert ended.value.code in (1, 78) and len(lines) == 1 and lines[0].startswith("chatcache: "), lines
+
+
+def test_empty_name_of_the_store_is_refused(seen: Seen) -> None:
+    result = serve("--db", "")
+    assert result.exit_code == 2 and "must name a file" in result.output and not seen
+    assert serve(env={"CHATCACHE_DB": ""}).exit_code == 0 and seen[0][1].db == "chatcache.db"
 
 
 @pytest.mark.parametrize(("name", "value"), [("port", "x"), ("root-path", "no-slash"), ("device", "tpu")])

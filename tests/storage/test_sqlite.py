@@ -134,6 +134,25 @@ async def test_failing_migration_changes_nothing(tmp_path: Path, monkeypatch: py
     db.close()
 
 
+def test_index_that_another_process_builds_at_the_same_time_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, is_indexed = tmp_path / "chat.db", sqlite_schema.is_indexed
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        sqlite_schema.migrate(db, path)
+
+        def build_after_first_look(db: sqlite3.Connection) -> bool:
+            monkeypatch.setattr(sqlite_schema, "is_indexed", is_indexed)
+            found = is_indexed(db)
+            with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+                sqlite_schema.ensure_index(other, path)
+            return found
+
+        monkeypatch.setattr(sqlite_schema, "is_indexed", build_after_first_look)
+        sqlite_schema.ensure_index(db, path)
+        assert is_indexed(db) and not db.in_transaction
+
+
 async def test_open_of_an_unusable_path_is_refused_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreUnusableError, match="unable to open database file; it is a folder"):
         SqliteStore(tmp_path)
