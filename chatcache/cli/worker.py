@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -70,6 +71,7 @@ def worker(
         {name: each for name, each in locals().items() if name not in ("bus", "worker_name", "ready_file")}
     )
     check_model_folder(engine)
+    _remove_ready_file(ready_file)
     engine = msgspec.structs.replace(engine, served_model_name=served_name(engine))
     raise typer.Exit(run_worker(engine, server, bus, worker_name or socket.gethostname(), ready_file=ready_file))
 
@@ -142,6 +144,20 @@ async def _run(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return status
+
+
+def _remove_ready_file(file: Path | None) -> None:
+    """Remove the file of a worker that was killed. Raises: BadParameter if it could not be written later."""
+    if file is None:
+        return
+    try:
+        file.unlink(missing_ok=True)
+        if not os.path.isdir(file.absolute().parent):
+            raise FileNotFoundError(errno.ENOENT, "there is no such folder")
+        if not os.access(file.absolute().parent, os.W_OK):
+            raise PermissionError(errno.EACCES, "the folder may not be written")
+    except OSError as error:
+        raise typer.BadParameter(f"{file}: {error.strerror}.", param_hint="--ready-file") from None
 
 
 @contextlib.contextmanager

@@ -14,7 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from chatcache.cli.main import app
 from chatcache.cluster.bus import RETRY_S
 from tests.cli.servers import GatewayOnly, Worker, detached, until_status
 from tests.support.redis_servers import RedisServer, redis_server
@@ -163,6 +165,25 @@ def test_killed_worker_changes_no_answer_and_a_drained_one_ends_with_0(long_fold
         assert not (tmp_path / "ready-w2").exists()
         refused = until_status(f"{found.url}/readyz", 503).json()
         assert refused["status"] != "ready"
+
+
+def test_ready_file_of_a_killed_worker_is_removed_and_a_missing_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+
+    def run_worker(*args: object, ready_file: Path) -> int:
+        found.append(ready_file.exists())
+        return 0
+
+    monkeypatch.setattr("chatcache.cli.worker.run_worker", run_worker)
+    monkeypatch.setattr("chatcache.cli.worker.check_model_folder", lambda config: None)
+    (tmp_path / "ready").touch()
+    command = ["worker", "--bus", "redis://127.0.0.1:1/0", "--ready-file"]
+    assert CliRunner().invoke(app, [*command, str(tmp_path / "ready")]).exit_code == 0
+    assert found == [False]
+    result = CliRunner().invoke(app, [*command, str(tmp_path / "missing" / "ready")])
+    assert result.exit_code == 2 and "no such folder" in " ".join(result.output.replace("│", "").split())
 
 
 @pytest.mark.slow
