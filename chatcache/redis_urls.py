@@ -52,6 +52,24 @@ def open_sync_client(url: str, **options: Any) -> Any:
     return _open_primary(redis, _SyncPrimaryPool, url, options)
 
 
+def check_url(url: str) -> None:
+    """Check that clients can be made for a URL. Raises: ValueError, whose message does not contain the password."""
+    parts = urlsplit(url)
+    if not _names_sentinels(url):
+        try:
+            _ = parts.port
+        except ValueError:
+            raise ValueError(
+                "the port is no number up to 65535; in a user or password, write / ? # @ % as %2F %3F %23 %40 %25"
+            ) from None
+        if parts.scheme != "unix" and parts.path.strip("/") and not parts.path.strip("/").isdecimal():
+            raise ValueError("the database after the host must be a number")
+    try:
+        open_sync_client(url).connection_pool.make_connection()
+    except TypeError as error:  # of a constructor in redis-py
+        raise ValueError(f"an option after the ? is unknown: {str(error).rpartition(' ')[2]}") from None
+
+
 async def close_idle_connections(client: Any) -> None:
     """Let the next connections ask for the primary: the server that refused a write may not be it any more."""
     with contextlib.suppress(redis.RedisError, OSError):  # a connection over TLS may not end in time; it is closed

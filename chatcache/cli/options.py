@@ -141,7 +141,12 @@ def _db(text: Any) -> str:
 
 def _redis_url(text: str) -> str:
     try:
-        return _insert_password(text)
+        url = _insert_password(text)
+        if url:
+            from chatcache.redis_urls import check_url  # imports redis-py, which most commands do not need
+
+            check_url(url)
+        return url
     except OSError as error:
         raise typer.BadParameter(f"password_file {error.filename}: {error.strerror}.") from None
     except ValueError as error:

@@ -111,7 +111,8 @@ def _parse(parser: typer.Typer, line: str) -> Result:
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_documented_command_line_parses(parser: typer.Typer, line: str) -> None:
-    result = _parse(parser, re.split(r" [>|] ", line.replace("redis://...", "redis://127.0.0.1:6379/0"))[0])
+    given = re.sub(r"redis://\.\.\.|\$REDIS\b", "redis://127.0.0.1:6379/0", line)
+    result = _parse(parser, re.split(r" [>|] ", given)[0])
     assert result.exit_code == 0, result.output
 
 

@@ -346,6 +346,28 @@ def test_names_that_the_system_refuses_are_one_line_on_stderr(
     assert ended.value.code in (1, 78) and len(lines) == 1 and lines[0].startswith("chatcache: "), lines
 
 
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("redis://u:secret/part@h:6379/0", "write / ? # @ % as"),
+        ("redis://u:secret#part@h:6379/0", "write / ? # @ % as"),
+        ("redis://u:secret@h:99999/0", "write / ? # @ % as"),
+        ("redis://u:secret@h:6379/first", "must be a number"),
+        ("redis://u:secret@h:6379/0?colour=red", "unknown: 'colour'"),
+        ("redis+sentinel://u:secret@h:26379/store/0?colour=red", "unknown: 'colour'"),
+        ("http://u:secret@h", "schemes"),
+    ],
+)
+def test_url_of_redis_is_checked_before_the_start_without_showing_its_password(
+    seen: Seen, url: str, reason: str
+) -> None:
+    for command, flag in (("serve", "--redis"), ("worker", "--bus"), ("gateway", "--bus")):
+        result = CliRunner().invoke(app, [command, flag, url], env={"COLUMNS": "200"})
+        text = " ".join(result.output.replace("│", "").split())
+        assert result.exit_code == 2 and reason in text and "secret" not in text, text
+    assert not seen
+
+
 def test_empty_name_of_the_store_is_refused(seen: Seen) -> None:
     result = serve("--db", "")
     assert result.exit_code == 2 and "must name a file" in result.output and not seen
