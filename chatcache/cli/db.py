@@ -261,7 +261,7 @@ def _new_file(path: Path, force: bool, db: str) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         raise StoreUnusableError(f"{path} is not a regular file")
     path = Path(os.path.realpath(path))  # a rename would replace a symbolic link instead of its file
-    for store in (f"{os.path.realpath(db)}{end}" for end in ("", "-wal", "-shm") if db):
+    for store in (f"{os.path.realpath(db)}{end}" for end in ("", "-wal", "-shm", "-lock") if db):
         if path == Path(store) or (path.exists() and Path(store).exists() and path.samefile(store)):
             raise StoreUnusableError(f"{path} belongs to the store itself; choose another file")
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")

@@ -46,7 +46,7 @@ from chatcache.gateway.context import Gateway
 from chatcache.gateway.errors import ModelLoadingError
 from chatcache.gateway.heap import keep_large_blocks_apart
 from chatcache.gateway.uvicorn_limits import BoundedHttp, BoundedWebSocket, raise_fd_limit
-from chatcache.storage.open import open_store
+from chatcache.storage.open import lock_store, open_store
 from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.stats import EngineHealth, ModelInfo
 
@@ -243,7 +243,10 @@ def run_server(
         )
         return options.EXIT_ERROR
     try:
-        store = open_store(server_config)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lock_store(server_config))
+            store = open_store(server_config)
+            lock = stack.pop_all()  # until the server ends
     except StoreUnusableError as error:
         sock.close()
         _print_error(server_config, f"{'--redis' if server_config.redis else '--db'} {error.message}")
@@ -266,7 +269,7 @@ def run_server(
     console = Console(file=logs.LogWriter(log), width=1000) if server_config.log_format == "json" else None
     key_cache = app.state.gateway.key_cache
     banner = Banner(engine_config, server_config, sock.getsockname(), console, key_cache, has_bus=bool(bus_url))
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with lock, asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_serve(app, engine, server_config, sock, banner))
 
 

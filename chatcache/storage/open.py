@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
+import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 
 from chatcache.auth import KeyStore
 from chatcache.config import ServerConfig
-from chatcache.conversations.store import ConversationStore
+from chatcache.conversations.store import ConversationStore, StoreUnusableError
 from chatcache.storage.sqlite import SqliteStore
 from chatcache.storage.sqlite_schema import migrate, open_error
 from chatcache.storage.sqlite_tenants import SqliteKeys
 from chatcache.storage.sqlite_threads import SqliteWriter
+
+if sys.platform != "win32":
+    import fcntl
+
+
+def lock_store(config: ServerConfig) -> AbstractContextManager[object]:
+    """Lock the SQLite file of a server until the returned context or the process ends; Redis needs no lock.
+
+    A second server would end the responses that the first one is running. The lock is on a file of its own, because
+    SQLite loses its locks when another descriptor of its file is closed. Raises: StoreUnusableError.
+    """
+    if config.redis or config.db == ":memory:" or sys.platform == "win32":
+        return nullcontext()
+    try:
+        file = os.fdopen(os.open(f"{os.path.realpath(config.db)}-lock", os.O_CREAT | os.O_RDWR, 0o600), "rb")
+    except OSError:  # SQLite will report what is wrong with the folder
+        return nullcontext()
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise StoreUnusableError(
+            f"{config.db}: another chatcache server uses this file; give each server its own, for example --db other.db"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return file
 
 
 def open_store(config: ServerConfig) -> ConversationStore:

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from chatcache.config import ServerConfig
 from chatcache.conversations.store import StoreUnusableError
 from chatcache.conversations.tree import INCOMPLETE
 from chatcache.storage import sqlite_schema
+from chatcache.storage.open import lock_store
 from chatcache.storage.sqlite import SqliteStore
 from tests.storage.stored_conversation import create
 
@@ -151,6 +153,23 @@ def test_index_that_another_process_builds_at_the_same_time_is_used(
         monkeypatch.setattr(sqlite_schema, "is_indexed", build_after_first_look)
         sqlite_schema.ensure_index(db, path)
         assert is_indexed(db) and not db.in_transaction
+
+
+def test_file_of_a_running_server_is_refused_to_a_second_one_until_the_first_ends(tmp_path: Path) -> None:
+    path = tmp_path / "chat.db"
+    (tmp_path / "link.db").symlink_to(path)
+    with lock_store(ServerConfig(db=str(path))):
+        for name in ("chat.db", "link.db"):
+            with pytest.raises(StoreUnusableError, match=f"{name}: another chatcache server uses this file"):
+                lock_store(ServerConfig(db=str(tmp_path / name)))
+        for other in (ServerConfig(db=str(tmp_path / "other.db")), ServerConfig(redis="redis://h", db=str(path))):
+            with lock_store(other):
+                pass
+    command = [sys.executable, "-m", "chatcache", "serve", "--port", "0", "--db", str(path)]
+    with lock_store(ServerConfig(db=str(path))):
+        second = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert second.returncode == 78 and "another chatcache server uses this file" in second.stderr
+    assert not path.exists()
 
 
 async def test_open_of_an_unusable_path_is_refused_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
