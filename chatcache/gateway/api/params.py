@@ -327,8 +327,7 @@ def _parse_format(
                 param=f"{name}{inside}.{field}",
                 code="missing_required_parameter",
             )
-    assert schema is not None
-    return schema_output(schema.schema, strict=bool(schema.strict))
+    return schema_output(schema.schema, strict=bool(schema.strict)) if schema is not None else None
 
 
 def schema_output(schema: object, *, strict: bool) -> StructuredOutputs:
