@@ -470,7 +470,8 @@ class GatewayPeers:
         run = RemoteResponse(self, owner, response_id, runner, self._token_bytes())
         while await run.read() > run.log.num_frames:
             pass  # a large log takes several answers
-        run.logged = self._copies.add(run)
+        successor, run.logged = run.logged.successor, self._copies.add(run)
+        run.logged.successor = successor
         run.start()
         return run.logged
 

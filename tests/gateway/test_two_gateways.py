@@ -335,6 +335,26 @@ def test_web_socket_of_the_other_gateway_resumes_drops_steers_and_cancels(pair: 
 
 
 @pytest.mark.slow
+def test_stream_of_a_steered_response_that_has_ended_on_the_other_gateway_goes_on_to_its_successor(
+    pair: tuple[Server, Server],
+) -> None:
+    owner, other = pair
+    response_id = begin(owner)
+    with tab(owner) as socket:
+        send(socket, "response.resume", response_id=response_id)
+        until(socket, "response.resumed")
+        send(socket, "response.steer", previous_response_id=response_id, input="Shorter")
+        until(socket, "response.incomplete")
+        successor = until(socket, "response.created")["response"]["id"]
+    with tab(other) as socket:
+        send(socket, "response.resume", response_id=response_id, starting_after=3)
+        until(socket, "response.incomplete")
+        assert until(socket, "response.created")["response"]["id"] == successor
+        send(socket, "response.cancel", response_id=successor)
+        until_end(socket)
+
+
+@pytest.mark.slow
 def test_tab_of_the_other_gateway_sees_conversations_change_and_what_runs(pair: tuple[Server, Server]) -> None:
     owner, other = pair
     with tab(other) as socket:
