@@ -253,6 +253,12 @@ class Gateway:
             found = await self.peers.find(owner, response_id, ended=ended)
         return found
 
+    def remove_log(self, owner: str, response_id: str) -> None:
+        """Remove the events of an ended response from all gateways, because it or its output was deleted."""
+        self.responses.remove(response_id)
+        if self.peers is not None:
+            self.peers.publish_removal(owner, response_id)
+
     async def find_caught_up(
         self, owner: str, response_id: str, after: int = -1, *, is_read: bool = False
     ) -> LoggedResponse | None:

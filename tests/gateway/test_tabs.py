@@ -242,6 +242,21 @@ def test_response_of_a_deleted_conversation_is_not_found(server: Server) -> None
     assert server.request("GET", f"/v1/responses/{other['id']}")[2]["output"] == other["output"]
 
 
+@pytest.mark.parametrize("which", ["question", "answer"])
+def test_response_without_a_deleted_message_has_no_events_with_its_text(server: Server, which: str) -> None:
+    response = converse(server, "Hello")
+    path, conversation = f"/v1/responses/{response['id']}", response["conversation"]["id"]
+    items = server.request("GET", f"/v1/conversations/{conversation}/items")[2]["data"]
+    role = "user" if which == "question" else "assistant"
+    (item,) = [each for each in items if each["role"] == role]
+    assert server.request("GET", path)[2]["output"] == response["output"]
+    assert server.request("DELETE", f"/v1/conversations/{conversation}/items/{item['id']}")[0] == 200
+    status, _, left = server.request("GET", path)
+    assert status == 200 and left["output"] == ([] if which == "answer" else response["output"])
+    if which == "answer":
+        assert server.request("GET", f"{path}?stream=true")[0] == 400
+
+
 def test_response_is_not_found_when_its_conversation_is_deleted_with_another_response(server: Server) -> None:
     first = converse(server, "Hello")
     second = converse(server, "A secret", previous_response_id=first["id"])

@@ -283,15 +283,21 @@ async def get_item(request: Request) -> Response:
 
 async def delete_item(request: Request) -> Response:
     """DELETE .../items/{item_id}: remove a message and connect those before and after it."""
-    await gateway_of(request).pending_saves.flush(request.path_params["id"])
+    gateway, owner, conversation_id = gateway_of(request), owner_of(request), request.path_params["id"]
+    item: Item | None = None
+
+    def plan(tree: ConversationTree) -> MessageDeletion:
+        nonlocal item
+        item, _ = find_item(tree, request.path_params["item_id"])
+        return plan_message_deletion(tree, item.id)
+
+    await gateway.pending_saves.flush(conversation_id)
     conversation = await edit_conversation(
-        store_of(request),
-        owner_of(request),
-        request.path_params["id"],
-        lambda tree: plan_message_deletion(tree, find_item(tree, request.path_params["item_id"])[0].id),
-        expected_rev=parse_rev(request),
+        store_of(request), owner, conversation_id, plan, expected_rev=parse_rev(request)
     )
-    gateway_of(request).hub.publish_update(conversation)
+    if item is not None and item.response_id is not None:
+        gateway.remove_log(owner, item.response_id)  # which has the text of the message
+    gateway.hub.publish_update(conversation)
     return json_response(schemas.Conversation.from_head(conversation))
 
 

@@ -314,9 +314,7 @@ async def delete_response(request: Request) -> Response:
     except NotFoundError:  # it is not stored, or was deleted meanwhile
         if logged is None:
             raise no_response_error(response_id) from None
-    gateway.responses.remove(response_id)
-    if gateway.peers is not None:
-        gateway.peers.publish_removal(owner, response_id)
+    gateway.remove_log(owner, response_id)
     return json_response(DeletedResponse(response_id, "response", deleted=True))
 
 
