@@ -146,7 +146,7 @@ class BranchManager:
         request.choose_fork_sources()
 
     def suspend_last(self, request: LiveRequest, *, keep_tail: bool) -> None:
-        """Release the pages and the row of the last branch that has any; the others continue."""
+        """Release the pages and the row of the last branch that has any, as `close` does; the others continue."""
         last = next(branch for branch in reversed(request.branches.values()) if branch.table is not None)
         self.close(last, keep_tail=keep_tail)
         request.num_waiting_branches += 1

@@ -58,6 +58,7 @@ def relax_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_relaxed_schema(schema: Any) -> bool:
+    """Return whether a schema is one of `relax_schema`."""
     options = schema.get(OPTIONS) if isinstance(schema, dict) else None
     return isinstance(options, dict) and options.get("lenient") is True
 

@@ -67,7 +67,7 @@ def build_case(
 
 def run_kernel(case: Case, least: int = 1, **options: object) -> torch.Tensor:
     """Run the kernel over rows of at least `least` tokens; outputs of other rows stay NaN."""
-    assert attention_prefill.can_use(case.paged)
+    assert attention_prefill.supports_pages(case.paged)
     out = torch.full_like(case.q, torch.nan)
     given = {"scale": 0.2, "window": None, "softcap": None, "sinks": None, **options}
     attention_prefill.prefill_attention(case.q, out, case.paged, 1, case.batch, least, **given)  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def test_prefill_does_not_depend_on_other_rows() -> None:
 def test_shapes_without_a_kernel_equal_reference() -> None:
     """Pages of 4 tokens."""
     case = build_case([(30, 150), (0, 300)], 6, 2, 16, 4, torch.float32)
-    assert not attention_prefill.can_use(case.paged)
+    assert not attention_prefill.supports_pages(case.paged)
     options: list[dict[str, object]] = [{}, {"window": 70}, {"softcap": 5.0, "sinks": torch.randn(6)}]
     for given in options:
         out = cpu.paged_attention(case.q, case.paged, 1, case.batch, 0.2, **given)  # type: ignore[arg-type]

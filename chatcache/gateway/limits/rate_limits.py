@@ -442,19 +442,23 @@ class RateLimiter:
 
     def admit(self, principal: Principal, cost: RequestCost) -> Reservation:
         """Reserve the cost for the key. Raises: as `KeyAccount.admit`."""
-        if principal.limits == KeyLimits():
-            return Reservation(None, cost)
-        account = self._account(principal.key_id, principal.limits)
-        account.admit(cost)
+        account = self._account_of(principal)
+        if account is not None:
+            account.admit(cost)
         return Reservation(account, cost)
 
     def adopt(self, principal: Principal, cost: RequestCost) -> Reservation:
         """Continue the reservation of a gateway that has ended or handed the request over."""
-        if principal.limits == KeyLimits():
-            return Reservation(None, cost)
-        account = self._account(principal.key_id, principal.limits)
-        account.count_running(cost)
+        account = self._account_of(principal)
+        if account is not None:
+            account.count_running(cost)
         return Reservation(account, cost)
+
+    def _account_of(self, principal: Principal) -> KeyAccount | None:
+        """Return the account of a key, None if it has no limits."""
+        if principal.limits == KeyLimits():
+            return None
+        return self._account(principal.key_id, principal.limits)
 
     def add_charges(self, gateway: str, charges: Sequence[Charge]) -> None:
         """Apply what another gateway has charged."""
@@ -464,9 +468,8 @@ class RateLimiter:
 
     def headers(self, principal: Principal) -> dict[str, str]:
         """Return `x-ratelimit-*` headers of a response; none for a key without limits."""
-        if principal.limits == KeyLimits():
-            return {}
-        return self._account(principal.key_id, principal.limits).headers()
+        account = self._account_of(principal)
+        return {} if account is None else account.headers()
 
     async def cleanup_loop(self) -> None:
         """Call `cleanup` every `CLEANUP_INTERVAL_S`, until cancelled."""

@@ -161,7 +161,7 @@ def required_input(output: Item) -> list[dict[str, str]]:
 
 
 def has_function_outputs(input_value: object) -> bool:
-    """Whether the input of a request has outputs of functions."""
+    """Return whether the input of a request has outputs of functions."""
     items = input_value if isinstance(input_value, list) else ()
     return any(isinstance(item, dict) and item.get("type") == "function_call_output" for item in items)
 

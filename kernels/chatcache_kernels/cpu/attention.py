@@ -17,7 +17,7 @@ from .attention_decode import (
     num_scratch_floats,
     register_lanes,
 )
-from .attention_prefill import can_use, prefill_attention
+from .attention_prefill import prefill_attention, supports_pages
 from .attention_shared import attend_shared
 from .simd import KINDS
 
@@ -46,7 +46,7 @@ def paged_attention(
     max_decode_tokens = batch.max_new_tokens
     if max_decode_tokens > few:
         counts, offsets = batch.num_tokens.tolist(), batch.offsets.tolist()
-        if can_use(pages):
+        if supports_pages(pages):
             prefill_attention(q, out, pages, layer, batch, few + 1, scale, window, softcap, sinks)
         else:
             for row in (r for r, count in enumerate(counts) if count > few):

@@ -217,13 +217,18 @@ def _round_up_to_tiles(head_dim: int) -> int:
 
 
 @helper
+def _padded_dim(job: Any) -> Any:
+    """Return E, see above."""
+    return (job.head_dim + 31) // 32 * 32 if job.number_bytes == 2 else job.head_dim
+
+
+@helper
 def scratch_layout(job: Any, thread: int) -> Any:
     """Return the addresses of a thread's scratch arrays.
 
     In this order: acc, q, row_max, row_sums, limits, keys, values, scores, weights, a row of zeros.
     """
-    dim, size = job.head_dim, job.number_bytes
-    wide = (dim + 31) // 32 * 32 if size == 2 else dim
+    dim, wide, size = job.head_dim, _padded_dim(job), job.number_bytes
     most = (job.block_tokens * (job.num_heads // job.num_kv_heads) + BLOCK_QUERIES - 1) // BLOCK_QUERIES * BLOCK_QUERIES
     each = most * (4 * dim + size * wide + 72) + BLOCK_KEYS * size * (wide + dim)
     each += BLOCK_QUERIES * BLOCK_KEYS * 6 + size * wide
@@ -451,7 +456,7 @@ int32 elements from row to row.
 """
 
 
-def can_use(pages: KVPages) -> bool:
+def supports_pages(pages: KVPages) -> bool:
     """Return whether the kernel supports the shape of these pages."""
     return pages.page_size % 8 == 0 and BLOCK_KEYS % pages.page_size == 0 and pages.head_dim % 8 == 0
 
@@ -518,7 +523,7 @@ def full_tile_config() -> Tensor:
 def _load_queries(job: Any, zero: Any, thread: int, head: int, offset: int, start: int, tokens: int) -> None:
     """Load a work item's queries into the scratch, set their limits, and clear acc and sums."""
     dim, size, lanes, group = job.head_dim, job.number_bytes, num_lanes(zero), job.num_heads // job.num_kv_heads
-    words = ((dim + 31) // 32 * 32 if size == 2 else dim) * size // 4  # of a query, 32 bits each
+    words = _padded_dim(job) * size // 4  # of a query, 32 bits each
     acc, q, row_max, row_sums, limits, _, _, _, _, nothing = scratch_layout(job, thread)
     for d in range(0, words, lanes):
         store(pointer(FLOAT32, nothing), d, zero)
