@@ -255,7 +255,7 @@ def test_compact_weights_store_16_neighbouring_exponents_in_12_bits() -> None:
     assert compact_weights(weight[None]).shape == (1, 512 + 5 * SHORT_BYTES + LONG_BYTES)
 
 
-@pytest.mark.parametrize("unit", ["floats", *PAIRS])
+@pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize(
     ("num_tokens", "max_tokens"), [(num, FEW_TOKENS) for num in range(1, FEW_TOKENS + 2)] + [(2, 2), (3, 2)]
 )
@@ -281,15 +281,6 @@ def test_compact_weights_refuse_more_tokens_than_kernels_support() -> None:
     (compact,) = compact_weights(weight[None], max_tokens=2)
     with pytest.raises(ValueError, match="3 tokens, but the limit is 2"):
         matmul.multiply_few(torch.zeros(3, 160).bfloat16(), compact, 96)
-
-
-@pytest.mark.requires_amx
-def test_bf16_multiply_of_few_tokens_with_amx_reads_the_compact_weight() -> None:
-    x, weight, bias = make_bf16_layer(FEW_TOKENS, 96, 160)
-    (compact,), packed = compact_weights(weight[None]), matmul.pack_weight(weight)
-    assert torch.equal(
-        matmul.multiply(x, packed * 0, bias, "tiles", compact), matmul.multiply(x, packed, bias, "pairs")
-    )
 
 
 def test_can_pack_rejects_unsupported_weights() -> None:

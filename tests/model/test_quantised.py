@@ -130,7 +130,8 @@ def test_compact_copies_serve_the_steps_in_which_they_are_faster(
     results: list[torch.Tensor] = []
 
     def measure(*times_of_compact: float) -> int:
-        times = iter([time for compact in (*times_of_compact, *[2.0] * 5) for time in (compact, 1.0) * MEASURED_ROUNDS])
+        compact_times = (*times_of_compact, *[2.0] * FEW_TOKENS.bit_length())
+        times = iter([time for compact in compact_times for time in (compact, 1.0) * MEASURED_ROUNDS])
 
         def seconds(layer: Any, x: torch.Tensor) -> float:
             results.append(layer(x))
@@ -144,7 +145,7 @@ def test_compact_copies_serve_the_steps_in_which_they_are_faster(
     assert measure() == measure(1.0, 1.0) == measure(0.98, 0.98) == 0
     assert measure(0.9) == 1
     assert measure(0.9, 0.8, 0.95) == measure(1.0, 0.9, 0.8) == 4
-    assert measure(*[0.5] * 5) == FEW_TOKENS
+    assert measure(*[0.5] * FEW_TOKENS.bit_length()) == FEW_TOKENS
     assert {each.shape for each in results} == {(2**power, 3072) for power in range(FEW_TOKENS.bit_length())}
     for compact, other in zip(results[::2], results[1::2], strict=True):
         assert torch.allclose(compact, other, rtol=2**-6, atol=2**-3)

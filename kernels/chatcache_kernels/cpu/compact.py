@@ -60,10 +60,10 @@ from .simd import (
 )
 
 PANEL = 32  # outputs of a panel, and inputs of a tile
-FEW_TOKENS = 16 if has_avx512_bf16() and not has_amx() else 4  # for which compact weights can be faster
+FEW_TOKENS = 32 if has_amx() else 16 if has_avx512_bf16() else 4  # for which compact weights can be faster
 SHORT_BYTES, LONG_BYTES = 1536, 2048  # of a tile
 LINE = 64  # bytes of a cache line
-TILES_AHEAD = 4  # from a tile to the one that is fetched meanwhile
+TILES_AHEAD = 8  # from a tile to the one that is fetched meanwhile
 CACHE_LEVEL = 1 if binding.get_host_cpu_name() == "znver5" else 2  # into which they are fetched
 ALIGNMENT = 512  # bytes: of the tiles
 HEADER_BYTES = 8  # before the index
@@ -264,13 +264,44 @@ def emit_tiles(
     """
 
     def emit_round(number: Any, values: list[Any]) -> list[Any]:
-        entry = emit_load(builder, I64, builder.add(index, builder.mul(number, ir.Constant(I64, 8))))
-        tile = builder.add(data, builder.ashr(entry, ir.Constant(I64, _OFFSET_SHIFT)))
-        fetched = _emit_fetched_tile(builder, tile, number, num_tiles, following)
-        weights = _TileWeights(builder, native, entry, tile, fetched)
+        weights = _tile_weights(builder, native, index, data, number, num_tiles, following)
         return weights.emit_either(lambda registers: body(number, registers, list(values)))
 
     return emit_loop(builder, num_tiles, starts, emit_round)
+
+
+@simd_intrinsic
+def restore_tile(
+    typing: Any, native: Any, index: Any, data: Any, tile: Any, num_tiles: Any, following: Any, out: Any
+) -> Any:
+    """Write a tile of a panel as bf16 numbers in the order of a packed weight, and fetch a later one.
+
+    `native`, `index`, `data`, `num_tiles`, `following`: as in `emit_tiles`. `out`: address of LONG_BYTES bytes.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, index, data, number, num_tiles, following, out = args
+
+        def write(registers: Registers) -> list[Any]:
+            for pair in range(PANEL // 2):
+                for half in range(2):
+                    register, place = registers(pair, half), builder.add(out, ir.Constant(I64, 128 * pair + 64 * half))
+                    builder.store(register, builder.inttoptr(place, register.type.as_pointer()), align=4)
+            return []
+
+        _tile_weights(builder, native.literal_value, index, data, number, num_tiles, following).emit_either(write)
+        return context.get_dummy_value()
+
+    return types.void(native, *(types.int64,) * 6), generate
+
+
+def _tile_weights(
+    builder: Any, native: bool, index: Any, data: Any, number: Any, num_tiles: Any, following: Any
+) -> _TileWeights:
+    entry = emit_load(builder, I64, builder.add(index, builder.mul(number, ir.Constant(I64, 8))))
+    tile = builder.add(data, builder.ashr(entry, ir.Constant(I64, _OFFSET_SHIFT)))
+    fetched = _emit_fetched_tile(builder, tile, number, num_tiles, following)
+    return _TileWeights(builder, native, entry, tile, fetched)
 
 
 class _TileWeights:

@@ -51,6 +51,7 @@ from .simd import (
 )
 
 MAX_TILE_BYTES = 512 << 10  # inputs of a tile, which stay in a core's cache while panels are read
+MIN_PREFETCH_GROUPS = 3  # of tokens, with AMX: fewer wait for memory, which the CPU's own prefetches keep busier
 LANES = 16
 
 PLAN_JOB, PACK_PLAN_JOB = define_job("ids order tokens starts tiles num_pairs num_choices num_experts tile_tokens")
@@ -360,23 +361,22 @@ def _enter_tile(job: Any, mine: Any, tile: int, bias_size: int, out_size: int) -
 
 @helper
 def multiply_tiled(native: bool, job: Any, panel: int, scratch: int, configs: int, configured: int) -> int:
-    """Multiply the tokens of a TILE_JOB with a panel by AMX, fast enough to wait for memory: so the next is prefetched.
+    """Multiply the tokens of a TILE_JOB with a panel by AMX; with many tokens, the next panel is prefetched meanwhile.
 
     Returns the number of tokens that AMX is configured for: `configured` before, by `configs` of `group_configs`.
     `scratch`: address of SCRATCH_FLOATS floats. `native`: as in `matmul`. A kernel calls this under a constant of its
     closure, so that it is compiled for AMX only: LLVM cannot generate AMX code for other CPUs, even if never reached.
     """
-    if matmul.reads_compact(job):
-        matmul.multiply_panel(native, job, panel, scratch)
-        return configured
-    panel_bytes, num_groups = 2 * PANEL * job.num_inputs, (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS
-    ahead, num_lines = job.weight + (panel + 1) * panel_bytes, max(1, PANEL // num_groups)
+    next_panel = min(panel + 1, job.num_outputs // PANEL - 1)
+    num_groups = (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS
+    num_lines = PANEL // num_groups if num_groups >= MIN_PREFETCH_GROUPS else 0
+    ahead = matmul.panel_address(job.weight, job.num_inputs, next_panel)
     for token in range(0, job.num_tokens, GROUP_TOKENS):
         count = min(GROUP_TOKENS, job.num_tokens - token)
         if count != configured:
             tile_configure(configs + count * CONFIG_BYTES)
             configured = count
-        matmul.multiply_group(native, job, token, panel, scratch, ahead, num_lines)
+        matmul.multiply_group(native, job, token, panel, scratch, next_panel, ahead, num_lines)
         ahead += num_lines * LINE_BYTES * (job.num_inputs // PANEL)
     return configured
 
