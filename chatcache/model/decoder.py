@@ -39,6 +39,7 @@ from chatcache.model.linear import (
     LinearFactory,
     PanelLinear,
     fast_linear,
+    gated_mlp,
     head_factory,
 )
 from chatcache.model.loading.config_reader import Architecture, Rope
@@ -129,7 +130,7 @@ class Decoder:
             if index == len(norms) - 1 and drawn is not None:  # the other tokens' hidden states are not needed any more
                 mixed, x = mixed[drawn], x[drawn]
             h, x = ops.add_rms_norm(layer.out(mixed), x, layer.mlp_norm, eps)
-            h, x = ops.add_rms_norm(layer.down(ops.silu_mul(layer.gate_up(h))), x, norm, eps)
+            h, x = ops.add_rms_norm(gated_mlp(layer.gate_up, layer.down, h, ops.silu_mul), x, norm, eps)
         return h
 
     def _attend(self, layer: Layer, index: int, h: Tensor, cos: Tensor, sin: Tensor, step: AttentionStep) -> Tensor:

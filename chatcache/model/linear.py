@@ -22,6 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
+from chatcache_kernels.experts import ExpertWeights
 from chatcache_kernels.fp8 import Fp8Weight
 from torch import Tensor
 from torch.nn import functional
@@ -40,6 +41,7 @@ Linear = Callable[[Tensor], Tensor]
 LinearFactory = Callable[[Tensor, Tensor | None], Linear]
 """Makes a layer from a weight [out, in] and an optional bias [out]."""
 
+PANEL = 32  # outputs of a panel
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZATIONS = ("none", "int8", "fp8")
 FP8_MULTIPLE = 16  # of the numbers of inputs and outputs
@@ -60,13 +62,23 @@ class PanelLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x)
 
+    @property
+    def num_inputs(self) -> int:
+        """Return the number of inputs."""
+        return self.panels[0].numel() // PANEL
+
+    def as_expert(self) -> ExpertWeights:
+        """Return the panels as the layer of one expert."""
+        bias = None if self.bias is None else self.bias[None]
+        return ExpertWeights(self.panels[None], bias, len(self.panels) * PANEL, self.num_inputs, "panels")
+
 
 class PanelLinearFactory:
     """Make layers with panels for small steps.
 
-    `has_onednn`: keep a oneDNN layout for many tokens, too; without, panels serve any number of tokens. `has_panels`:
-    if False, the oneDNN layout serves all steps that the compact copy does not. `compact_tokens`: keep a compact copy,
-    which serves steps of at most so many tokens; 0: keep none.
+    `has_onednn`: keep a oneDNN layout for many tokens, too, where it is faster; without, panels serve any number of
+    tokens. `has_panels`: if False, the oneDNN layout serves all steps that the compact copy does not. `compact_tokens`:
+    keep a compact copy, which serves steps of at most so many tokens; 0: keep none.
     """
 
     def __init__(self, *, has_onednn: bool = False, has_panels: bool = True, compact_tokens: int = 0) -> None:
@@ -89,7 +101,7 @@ class PanelLinearFactory:
         return copies
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        from chatcache_kernels.cpu.matmul import can_pack, multiply, multiply_few, pack_weight
+        from chatcache_kernels.cpu.matmul import can_pack, is_fast_for_many, multiply, multiply_few, pack_weight
 
         if not can_pack(weight):
             return fast_linear(weight, bias)
@@ -100,9 +112,20 @@ class PanelLinearFactory:
                 return many
             return lambda x: multiply_few(x, few, num_outputs, bias) if len(x) <= self.compact_tokens else many(x)
         panels = pack_weight(weight, self._arena.empty)
-        if self.has_onednn:
+        if self.has_onednn and not is_fast_for_many(weight.shape[1]):
             return PanelLinear(fast_linear(weight, bias), panels, bias, compact)
         return PanelLinear(lambda x: multiply(x, panels, bias, compact=compact), panels, bias, compact)
+
+
+def gated_mlp(gate_up: Linear, down: Linear, x: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return down(activate(gate_up(x))), in one launch if that is faster; `activate` gets the gates first."""
+    if isinstance(gate_up, PanelLinear) and isinstance(down, PanelLinear):
+        from chatcache_kernels.cpu import expert_layer, silu_mul
+
+        tile_tokens = expert_layer.choose_mlp_tokens(len(x), gate_up.num_inputs, down.num_inputs)
+        if activate is silu_mul and tile_tokens > 0:
+            return expert_layer.gated_mlp(x, gate_up.as_expert(), down.as_expert(), tile_tokens)
+    return down(activate(gate_up(x)))
 
 
 MEASURED_INPUTS, MEASURED_OUTPUTS = 2048, 1024  # of the part that is repeated

@@ -162,7 +162,7 @@ def test_kernel_that_no_process_would_find_in_the_cache_is_refused() -> None:
     multiply = experts.multiply_tiled
 
     def kernel(address: Any) -> None:
-        multiply(False, address, 0, 0, 0, 0)
+        multiply(False, address, 0, 0, 0, 0, 0)
 
     with pytest.raises(TypeError, match="closure"):
         launch.compile_kernel(kernel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from types import ModuleType
@@ -9,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from chatcache_kernels import cpu, reference, triton
-from chatcache_kernels.cpu import expert_layer, int8, int16
+from chatcache_kernels.cpu import expert_layer, int8, int16, matmul
 from chatcache_kernels.cpu import experts as cpu_experts
 from chatcache_kernels.cpu.compact import compact_weights
 from chatcache_kernels.experts import ExpertWeights
@@ -139,6 +140,38 @@ def test_cpu_layer_in_one_launch_equals_its_parts(
         assert len(sizes) == 1, "one launch for even tiles only"
         parts = cpu.grouped_experts(x, ids, weights, up, down, lambda both: cpu.silu_mul(both))
         assert torch.equal(got, parts)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_tokens", "tile_tokens"), [(1, 32), (70, 32), (130, 96), (96, 96)])
+def test_dense_mlp_in_tiles_equals_products(num_tokens: int, tile_tokens: int, has_bias: bool) -> None:
+    torch.set_num_threads(2)
+    layer = make_layer(torch.bfloat16)
+    up, down = ((layer[at][3], layer[at + 1][3] if has_bias else None) for at in (0, 2))
+    x = torch.randn(num_tokens, WIDTH).bfloat16()
+    hidden = cpu.silu_mul(matmul.multiply(x, matmul.pack_weight(up[0]), up[1]))
+    expected = matmul.multiply(hidden, matmul.pack_weight(down[0]), down[1])
+    gate_up, out = (cpu.pack_experts(w[None], None if b is None else b[None]) for w, b in (up, down))
+    assert torch.equal(expert_layer.gated_mlp(x, gate_up, out, tile_tokens), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("num_tokens", [64, 130, 512, 584, 1000, 5000])
+def test_tiles_of_a_dense_mlp_are_few_and_fit_a_cache(
+    num_tokens: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_layer, "has_amx", lambda: True)
+    torch.set_num_threads(threads)
+    size = expert_layer.choose_mlp_tokens(num_tokens, 576, 1536)
+    if num_tokens < expert_layer.MIN_MLP_TOKENS * threads:
+        assert size == 0
+        return
+    assert size % 32 == 0 and size <= 256 < expert_layer.MAX_MLP_BYTES / (2 * (2 * 576 + 1536))
+    assert math.ceil(num_tokens / size) <= threads * math.ceil(num_tokens / (threads * 256))
+    assert expert_layer.choose_mlp_tokens(num_tokens, 4096, 14336) == 0
+    monkeypatch.setattr(expert_layer, "has_amx", lambda: False)
+    assert expert_layer.choose_mlp_tokens(num_tokens, 576, 1536) == 0
 
 
 @pytest.mark.usefixtures("poisoned_memory")

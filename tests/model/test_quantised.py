@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from chatcache_kernels.cpu import bf16
+from chatcache_kernels import cpu
+from chatcache_kernels.cpu import bf16, expert_layer
 from chatcache_kernels.cpu.compact import FEW_TOKENS
 from chatcache_kernels.cpu.int8 import quantise
 from safetensors.torch import load_file, save_file
@@ -121,6 +122,25 @@ def test_layers_with_a_compact_copy_equal_torch(has_onednn: bool, has_panels: bo
         x = torch.randn(num_tokens, 64).bfloat16()
         expected = x.float() @ weight.float().T + bias.float()
         assert torch.allclose(layer(x).float(), expected, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gated_mlp_in_tiles_equals_torch(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, tiles = PanelLinearFactory(has_onednn=True), []
+    weights = [torch.randn(2 * 96, 64).bfloat16() / 8, torch.randn(64, 96).bfloat16() / 8]
+    biases = [torch.randn(len(weight)).bfloat16() if has_bias else None for weight in weights]
+    up, down = (make(weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    x = torch.randn(70, 64).bfloat16()
+    expected = linear.gated_mlp(up, down, x, cpu.silu_mul)
+
+    def choose(*sizes: int) -> int:
+        tiles.append(sizes)
+        return 32
+
+    monkeypatch.setattr(expert_layer, "choose_mlp_tokens", choose)
+    got = linear.gated_mlp(up, down, x, cpu.silu_mul)
+    assert tiles == [(70, 64, 96)]
+    assert torch.allclose(got.float(), expected.float(), rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize("has_panels", [True, False])
@@ -298,8 +318,8 @@ def test_choose_linear_keeps_both_layouts_if_memory_allows(monkeypatch: pytest.M
     monkeypatch.setattr(bf16, "has_avx512_bf16", lambda: True)
     cpu = torch.device("cpu")
     for free_bytes, expected, words in (
-        (9 * gib, PanelLinearFactory, "kept twice"),
-        (gib, type(fast_linear), "kept once"),
+        (9 * gib, PanelLinearFactory, "kept in panels"),
+        (gib, type(fast_linear), "kept for oneDNN"),
     ):
         monkeypatch.setattr(loader, "free_host_bytes", lambda free_bytes=free_bytes: free_bytes)
         caplog.clear()

@@ -597,7 +597,7 @@ def choose_linear(
     free_bytes = free_host_bytes()
     keep_both = can_keep_both_layouts(weight_bytes, free_bytes)
     size = f"{weight_bytes / 2**30:.2f} GiB of weights, {free_bytes / 2**30:.2f} GiB free"
-    log.info("%s: kept %s", size, "twice, for few tokens and for many" if keep_both else "once, in the oneDNN layout")
+    log.info("%s: kept %s", size, "in panels, and for oneDNN where that is faster" if keep_both else "for oneDNN")
     compact_tokens = choose_compact_tokens(weight_bytes, free_bytes, keep_both)
     if not keep_both and compact_tokens == 0:
         return fast_linear

@@ -17,7 +17,7 @@ from chatcache_kernels.experts import Activation
 from torch import Tensor, nn
 
 from chatcache.model.attention import AttentionBackend
-from chatcache.model.linear import LinearFactory, head_factory
+from chatcache.model.linear import LinearFactory, gated_mlp, head_factory
 
 PROBES = 4
 
@@ -51,9 +51,8 @@ class FusedMLP(nn.Module):
         self.activate = activate
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj(x.reshape(-1, x.shape[-1]))
-        out: Tensor = self.down_proj(self.activate(gate_up))
-        return out.view(x.shape)
+        gate_up, down = (getattr(each, "product", each) for each in (self.gate_up_proj, self.down_proj))
+        return gated_mlp(gate_up, down, x.reshape(-1, x.shape[-1]), self.activate).view(x.shape)
 
 
 def fuse_modules(model: nn.Module, kernels: AttentionBackend) -> None:

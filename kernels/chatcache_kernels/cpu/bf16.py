@@ -319,6 +319,18 @@ def tile_load(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
 
 
 @simd_intrinsic
+def tile_load_once(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
+    """Load a tile as `tile_load` does, but keep what is in the first-level cache."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = _to_pointer(builder, args[1])
+        emit_call(builder, "llvm.x86.tileloaddt164", ir.VoidType(), *_tile_numbers((tile,)), at, args[2])
+        return context.get_dummy_value()
+
+    return types.void(tile, types.int64, types.int64), generate
+
+
+@simd_intrinsic
 def tile_store(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
     """Store a tile to rows that are `stride` bytes apart."""
 

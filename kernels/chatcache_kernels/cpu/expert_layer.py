@@ -1,9 +1,13 @@
-"""Mixture-of-experts layers: in one launch for many tokens, else one launch for each part.
+"""Gated MLPs for many tokens in one launch: the experts of a layer, or the one MLP of a dense model (with AMX).
 
-In the one launch an item is a tile of tokens of one expert. A thread gathers its inputs, multiplies them with the
-weights of `up`, applies gated SiLU and multiplies with the weights of `down`. What is between stays in the thread's own
-scratch, which the cache of a core holds; between launches it would go through memory, and be more than the weights.
-Both ways compute the same, to the bit.
+In the one launch an item is a tile of tokens of one expert. A thread gathers its inputs, multiplies them with a panel
+of the gate and one of `up`, applies gated SiLU, and at the end multiplies with the weights of `down`. What is between
+stays in the thread's own scratch, which the cache of a core holds; between launches it would go through memory, and be
+more than the weights. For experts of few tokens each part is a launch of its own. Both ways compute the same, to the
+bit.
+
+Two threads of a Xeon with AMX, 576 inputs and 1,536 gates: 512 tokens went from 1,250 to 1,780 GFLOP/s, compared with
+two products of oneDNN and an activation, 2,048 tokens from 1,830 to 2,050.
 """
 
 from __future__ import annotations
@@ -22,10 +26,12 @@ from .bf16 import has_amx, has_avx512_bf16
 from .experts import JOB_BYTES, PANEL_SCRATCH_BYTES, TILE_JOB, group_configs, void_pointer
 from .fused import SILU, activate_row, silu_mul
 from .launch import Launch, compile_kernel, define_job, helper
-from .matmul import PANEL
+from .matmul import GROUP_TOKENS, PANEL
 from .simd import BFLOAT16, FLOAT32, INT64, KINDS, fetch_add, load, pointer, store, zeros
 
 MIN_WORK = 4  # of each thread, in longest tiles: threads wait at most for one of them at the end
+MAX_MLP_BYTES = 3 << 19  # of a tile of a dense MLP, in a core's cache
+MIN_MLP_TOKENS = 64  # of such a tile, which reads all weights
 LANES = 16
 
 LAYER_JOB, _PACK_LAYER = define_job(
@@ -58,6 +64,31 @@ def grouped_experts(
     return experts.combine(experts.multiply(hidden, None, down, tiles), places, expert_weights)
 
 
+def choose_mlp_tokens(num_tokens: int, num_inputs: int, width: int) -> int:
+    """Return the tokens of a tile of a dense MLP with `width` gates; 0 if products in launches of their own are faster.
+
+    Every thread gets as many tiles, of about the same size.
+    """
+    threads = torch.get_num_threads()
+    most = MAX_MLP_BYTES // (2 * (2 * num_inputs + width + 2 * PANEL)) // GROUP_TOKENS * GROUP_TOKENS
+    if not has_amx() or min(most, num_tokens // threads) < MIN_MLP_TOKENS:
+        return 0
+    num_tiles = -(-num_tokens // (most * threads)) * threads
+    return -(-num_tokens // (num_tiles * GROUP_TOKENS)) * GROUP_TOKENS
+
+
+def gated_mlp(x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, tile_tokens: int) -> Tensor:
+    """Return down(silu(gate) * up) of each token, where gate and up are the outputs of `gate_up`, in bf16 panels.
+
+    Shapes: x [num_tokens, in] bf16 -> [num_tokens, out]. Each layer has one expert. `tile_tokens`: see
+    `choose_mlp_tokens`.
+    """
+    first = torch.arange(0, len(x), tile_tokens)
+    tiles = torch.stack((torch.zeros_like(first), first, (first + tile_tokens).clamp_(max=len(x))), 1)
+    tiles = torch.cat((torch.tensor([[len(first), 0, 0]]), tiles))
+    return multiply_tiles(x, torch.arange(len(x)), tiles, tile_tokens, gate_up, down)
+
+
 def longest_tile(tiles: Tensor) -> int:
     """Return the most tokens of a tile of `plan_pairs`."""
     used = tiles[1 : 1 + int(tiles[0, 0])]
@@ -72,7 +103,7 @@ def multiply_tiles(
     Shapes: x [num_tokens, in] bf16 -> [num_pairs, out]; tokens, tiles: of `plan_pairs`, with at most `tile_tokens`.
     """
     x, threads = x.contiguous(), torch.get_num_threads()
-    row_numbers = up.num_inputs + max(up.num_outputs, down.num_outputs) + down.num_inputs
+    row_numbers = up.num_inputs + down.num_inputs + down.num_outputs + 2 * PANEL
     each = PANEL_SCRATCH_BYTES + 2 * tile_tokens * row_numbers
     scratch, y = (
         torch.empty(threads * each, dtype=torch.uint8),
@@ -107,38 +138,54 @@ def layer_kernel(tiled: bool, native: bool) -> Launch:
         rows, sums = scratch + PANEL_SCRATCH_BYTES, scratch + JOB_BYTES
         hidden = rows + 2 * job.tile_tokens * job.num_inputs
         out = hidden + 2 * job.tile_tokens * job.width
+        pairs = out + 2 * job.tile_tokens * job.num_outputs
         mine, configured = carray(void_pointer(scratch), 1, TILE_JOB)[0], 0
+        if tiled and item < tiles[0]:
+            matmul.start_pending(sums)
         while item < tiles[0]:
             expert, first, end = tiles[3 * item + 3], tiles[3 * item + 4], tiles[3 * item + 5]
             mine.num_tokens = end - first
             for row in range(end - first):
                 token = pointer(INT64, job.tokens)[first + row]
                 _copy(job.x, token * job.num_inputs, rows, row * job.num_inputs, job.num_inputs)
-            mine.x, mine.out, mine.num_inputs, mine.num_outputs = rows, out, job.num_inputs, 2 * job.width
+            mine.x, mine.num_inputs, mine.num_outputs = rows, job.num_inputs, 2 * PANEL
             mine.weight = job.up + expert * job.up_bytes
             mine.bias = job.up_bias + 4 * expert * job.width if job.up_bias != 0 else 0
             mine.compact = job.up_compact + expert * job.up_compact_bytes
-            for panel in range(2 * job.width // PANEL):
+            num_panels = job.width // PANEL
+            for panel in range(num_panels):
+                for side in range(2):
+                    at, following = panel, num_panels + panel
+                    if side == 1:
+                        at, following = num_panels + panel, min(panel + 1, num_panels - 1)
+                    mine.out = pairs + 2 * PANEL * (side - at)
+                    if tiled:
+                        configured = experts.multiply_tiled(native, mine, at, following, sums, job.configs, configured)
+                    else:
+                        matmul.multiply_panel(native, mine, at, following, sums)
                 if tiled:
-                    configured = experts.multiply_tiled(native, mine, panel, sums, job.configs, configured)
-                else:
-                    matmul.multiply_panel(native, mine, panel, sums)
-            for row in range(end - first):
-                activate_row(native, SILU, 1.0, 0.0, pointer(BFLOAT16, out), pointer(BFLOAT16, hidden), row, job.width)
-            mine.x, mine.num_inputs, mine.num_outputs = hidden, job.width, job.num_outputs
+                    matmul.write_pending(native, sums)
+                source, target = pointer(BFLOAT16, pairs), pointer(BFLOAT16, hidden)
+                for row in range(end - first):
+                    at = row * job.width + panel * PANEL
+                    activate_row(native, SILU, 1.0, 0.0, source, 2 * PANEL * row, target, at, PANEL)
+            mine.x, mine.out, mine.num_inputs, mine.num_outputs = hidden, out, job.width, job.num_outputs
             mine.weight = job.down + expert * job.down_bytes
             mine.bias = job.down_bias + 2 * expert * job.num_outputs if job.down_bias != 0 else 0
             mine.compact = job.down_compact + expert * job.down_compact_bytes
             for panel in range(job.num_outputs // PANEL):
+                following = min(panel + 1, job.num_outputs // PANEL - 1)
                 if tiled:
-                    configured = experts.multiply_tiled(native, mine, panel, sums, job.configs, configured)
+                    configured = experts.multiply_tiled(native, mine, panel, following, sums, job.configs, configured)
                 else:
-                    matmul.multiply_panel(native, mine, panel, sums)
+                    matmul.multiply_panel(native, mine, panel, following, sums)
+            if tiled:
+                matmul.write_pending(native, sums)
             # in one piece: panels would write a line of each row at a time, and wait for memory
             _copy(out, 0, job.y, first * job.num_outputs, (end - first) * job.num_outputs)
             item = fetch_add(address, 0, 1)
         if tiled:
-            experts.release_tiles(configured)
+            experts.finish_tiles(native, sums, configured)
 
     return compile_kernel(kernel)
 

@@ -360,14 +360,16 @@ def _enter_tile(job: Any, mine: Any, tile: int, bias_size: int, out_size: int) -
 
 
 @helper
-def multiply_tiled(native: bool, job: Any, panel: int, scratch: int, configs: int, configured: int) -> int:
+def multiply_tiled(
+    native: bool, job: Any, panel: int, next_panel: int, scratch: int, configs: int, configured: int
+) -> int:
     """Multiply the tokens of a TILE_JOB with a panel by AMX; with many tokens, the next panel is prefetched meanwhile.
 
     Returns the number of tokens that AMX is configured for: `configured` before, by `configs` of `group_configs`.
-    `scratch`: address of SCRATCH_FLOATS floats. `native`: as in `matmul`. A kernel calls this under a constant of its
-    closure, so that it is compiled for AMX only: LLVM cannot generate AMX code for other CPUs, even if never reached.
+    `native`, `scratch`: as in `multiply_group`, which leaves the last outputs to be written. A kernel calls this under
+    a constant of its closure, so that it is compiled for AMX only: LLVM cannot generate AMX code for other CPUs, even
+    if never reached.
     """
-    next_panel = min(panel + 1, job.num_outputs // PANEL - 1)
     num_groups = (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS
     num_lines = PANEL // num_groups if num_groups >= MIN_PREFETCH_GROUPS else 0
     ahead = matmul.panel_address(job.weight, job.num_inputs, next_panel)
@@ -382,9 +384,10 @@ def multiply_tiled(native: bool, job: Any, panel: int, scratch: int, configs: in
 
 
 @helper
-def release_tiles(configured: int) -> None:
-    """End the use of AMX."""
+def finish_tiles(native: bool, scratch: int, configured: int) -> None:
+    """Write the last outputs and end the use of AMX, if there was an item."""
     if configured > 0:
+        matmul.write_pending(native, scratch)
         tile_release()
 
 
@@ -401,23 +404,26 @@ def _panel_kernel(tiled: bool, native: bool) -> Launch:
         item, thread = fetch_add(address, 0, 1), fetch_add(address, 1, 1)
         scratch = job.scratch + thread * job.scratch_bytes_per_thread
         mine = carray(void_pointer(scratch), 1, TILE_JOB)[0]
-        configured = 0
+        configured, sums = 0, scratch + JOB_BYTES
+        if tiled and item < tiles[0] * num_panels:
+            matmul.start_pending(sums)
         while item < tiles[0] * num_panels:
             tile, panel = divmod(item, num_panels)
             _enter_tile(job, mine, tile, 2, 2)
             next_item = fetch_add(address, 0, 1)
             if tiled:
-                configured = multiply_tiled(native, mine, panel, scratch + JOB_BYTES, job.configs, configured)
+                next_panel = min(panel + 1, num_panels - 1)
+                configured = multiply_tiled(native, mine, panel, next_panel, sums, job.configs, configured)
             else:
                 next_tile, next_panel = divmod(min(next_item, tiles[0] * num_panels - 1), num_panels)
                 expert = tiles[3 * next_tile + 3]
                 weight = matmul.panel_address(job.weight + expert * job.expert_bytes, job.num_inputs, next_panel)
                 compact = job.compact + expert * job.compact_bytes if job.compact != 0 else 0
                 compact = first_tile(compact, next_panel, job.num_inputs // PANEL)
-                matmul.multiply_pairs(native, mine, 0, mine.num_tokens, panel, scratch + JOB_BYTES, weight, compact)
+                matmul.multiply_pairs(native, mine, 0, mine.num_tokens, panel, sums, weight, compact)
             item = next_item
         if tiled:
-            release_tiles(configured)
+            finish_tiles(native, sums, configured)
 
     return compile_kernel(kernel)
 

@@ -264,13 +264,12 @@ def gate_kernel(kind: int) -> Launch:
 
 @helper
 def activate_row(
-    coarse: bool, activation: int, slope: float, limit: float, gate_up: Any, out: Any, row: int, width: int
+    coarse: bool, activation: int, slope: float, limit: float, gates: Any, at: int, out: Any, out_at: int, width: int
 ) -> None:
-    """Write the activation of one row.
+    """Write the activation of `width` gates, from number `at` of `gates` on, and of what follows them, to `out`.
 
     `coarse` (a literal): use approximations within bf16 precision, in half the time.
     `activation` (a literal): SILU, GELU or CLAMPED_SILU, of which `slope` and `limit` are.
-    Shapes: gate_up [rows, 2 * width], gate first; out [rows, width].
     """
     zero = zeros(LANES)
     one, most = splat(zero, np.float32(1.0)), splat(zero, np.float32(126.0))
@@ -282,7 +281,7 @@ def activate_row(
         minus_log2e = splat(zero, np.float32(-LOG2E * slope))
         high, low = splat(zero, np.float32(limit)), splat(zero, np.float32(-limit))
     for i in range(0, width, LANES):
-        gate, up = load(zero, gate_up, 2 * row * width + i), load(zero, gate_up, (2 * row + 1) * width + i)
+        gate, up = load(zero, gates, at + i), load(zero, gates, at + width + i)
         if activation == CLAMPED_SILU:
             gate, up = minimum(gate, high), add(minimum(maximum(up, low), high), one)
         power = mul(gate, minus_log2e)
@@ -293,7 +292,7 @@ def activate_row(
             value = mul(mul(gate, reciprocal_approx(add(one, exp2_approx(power)))), up)
         else:
             value = mul(div(gate, add(one, exp2(power))), up)
-        store(out, row * width + i, value)
+        store(out, out_at + i, value)
 
 
 def activation_kernel(kind: int, activation: int = SILU, *, quantise: bool = False) -> Launch:
@@ -317,7 +316,7 @@ def _activation_kernel(kind: int, activation: int, coarse: bool, quantise: bool)
         gate_up, out = pointer(kind, job.gate_up), pointer(kind, job.out)
         row = fetch_add(address, 0, job.rows_per_item)
         while row < job.num_rows:
-            activate_row(coarse, activation, job.slope, job.limit, gate_up, out, row, width)
+            activate_row(coarse, activation, job.slope, job.limit, gate_up, 2 * row * width, out, row * width, width)
             if quantise:
                 quantise_row(job.out, row, width, job.quantised)
             row += 1
