@@ -520,31 +520,40 @@ def full_tile_config() -> Tensor:
 
 
 @helper
-def _load_queries(job: Any, zero: Any, thread: int, head: int, offset: int, start: int, tokens: int) -> None:
-    """Load a work item's queries into the scratch, set their limits, and clear acc and sums."""
-    dim, size, lanes, group = job.head_dim, job.number_bytes, num_lanes(zero), job.num_heads // job.num_kv_heads
+def load_query(job: Any, zero: Any, thread: int, m: int, number: int, limit: int) -> None:
+    """Load query `number` (of all heads and tokens; -1: zeros) as query m of the scratch, and clear its acc and sums.
+
+    It sees the keys before position `limit`.
+    """
+    dim, size, lanes = job.head_dim, job.number_bytes, num_lanes(zero)
     words = _padded_dim(job) * size // 4  # of a query, 32 bits each
     acc, q, row_max, row_sums, limits, _, _, _, _, nothing = scratch_layout(job, thread)
+    target = q + m * 4 * words
     for d in range(0, words, lanes):
         store(pointer(FLOAT32, nothing), d, zero)
+        store(pointer(FLOAT32, target), d, zero)
+    if number >= 0:
+        for d in range(0, dim, lanes):
+            numbers = load_any(job.kind, zero, job.q, number * dim + d)
+            if size == 2:
+                store(pointer(BFLOAT16, target), d, numbers)
+            else:
+                store(pointer(FLOAT32, target), d, numbers)
+    for d in range(0, dim, lanes):
+        store(pointer(FLOAT32, acc), m * dim + d, zero)
+    store(pointer(FLOAT32, row_sums), m * 16, zero)
+    pointer(FLOAT32, row_max)[m] = -np.inf
+    pointer(INT32, limits)[m] = limit
+
+
+@helper
+def _load_queries(job: Any, zero: Any, thread: int, head: int, offset: int, start: int, tokens: int) -> None:
+    """Load a work item's queries into the scratch, those of `tokens` tokens from `offset` and position `start` on."""
+    group = job.num_heads // job.num_kv_heads
     num = tokens * group
     for m in range((num + BLOCK_QUERIES - 1) // BLOCK_QUERIES * BLOCK_QUERIES):
-        target = q + m * 4 * words
-        for d in range(0, words, lanes):
-            store(pointer(FLOAT32, target), d, zero)
-        if m < num:
-            at = ((offset + m // group) * job.num_heads + head * group + m % group) * dim
-            for d in range(0, dim, lanes):
-                numbers = load_any(job.kind, zero, job.q, at + d)
-                if size == 2:
-                    store(pointer(BFLOAT16, target), d, numbers)
-                else:
-                    store(pointer(FLOAT32, target), d, numbers)
-        for d in range(0, dim, lanes):
-            store(pointer(FLOAT32, acc), m * dim + d, zero)
-        store(pointer(FLOAT32, row_sums), m * 16, zero)
-        pointer(FLOAT32, row_max)[m] = -np.inf
-        pointer(INT32, limits)[m] = start + min(m, num - 1) // group + 1
+        number = (offset + m // group) * job.num_heads + head * group + m % group if m < num else -1
+        load_query(job, zero, thread, m, number, start + min(m, num - 1) // group + 1)
 
 
 @helper
@@ -566,20 +575,17 @@ def _write_outputs(job: Any, zero: Any, thread: int, head: int, offset: int, tok
             store_any(job.kind, job.out, target + d, mul(load(zero, pointer(FLOAT32, acc), m * dim + d), factor))
 
 
-def _make_attend_item(pack: Any, qk: Any, softmax: Any, pv: Any) -> Any:
-    """Return the helper that computes an item by these helpers of a unit."""
+def _make_attend_blocks(pack: Any, qk: Any, softmax: Any, pv: Any) -> Any:
+    """Return the helper that computes attention by these helpers of a unit."""
 
     @helper
-    def attend_item(job: Any, zero: Any, part: Any, thread: int, row: int, head: int, token: int) -> None:
-        """Compute attention of a block of a row's new tokens, from `token` on, for one key head."""
-        group = job.num_heads // job.num_kv_heads
-        start, offset = pointer(INT32, job.start)[row] + token, pointer(INT32, job.offsets)[row] + token
-        tokens = min(job.block_tokens, pointer(INT32, job.num_tokens)[row] - token)
-        num, end = tokens * group, start + tokens
-        _load_queries(job, zero, thread, head, offset, start, tokens)
-        low = 0
-        if job.window > 0:
-            low = max(0, start + 1 - job.window) // BLOCK_KEYS * BLOCK_KEYS
+    def attend_blocks(
+        job: Any, zero: Any, part: Any, thread: int, row: int, head: int, low: int, end: int, num: int
+    ) -> None:
+        """Compute attention of the scratch's `num` queries over keys low .. end - 1 of a row, for one key head.
+
+        Their limits ascend, and are `end` at most.
+        """
         acc, _, row_maxes, row_sums, limits, _, _, scores, weights, _ = scratch_layout(job, thread)
         weights = scores if job.number_bytes == 4 else weights
         limit = pointer(INT32, limits)
@@ -597,14 +603,13 @@ def _make_attend_item(pack: Any, qk: Any, softmax: Any, pv: Any) -> Any:
                         np.float32(job.scale), np.float32(job.softcap),
                     )  # fmt: skip
                     pv(job, zero, thread, m, min(BLOCK_QUERIES, num - m), columns)
-        _write_outputs(job, zero, thread, head, offset, tokens)
 
-    return attend_item
+    return attend_blocks
 
 
-_attend_item_tiles = _make_attend_item(_pack_pairs, _multiply_qk_tiles, _softmax_bf16, _multiply_pv_tiles)
-_attend_item_pairs = _make_attend_item(_pack_pairs, _multiply_qk_pairs, _softmax_bf16, _multiply_pv_pairs)
-_attend_item_floats = _make_attend_item(_pack_floats, _multiply_qk_floats, _softmax_floats, _multiply_pv_floats)
+attend_blocks_tiles = _make_attend_blocks(_pack_pairs, _multiply_qk_tiles, _softmax_bf16, _multiply_pv_tiles)
+_attend_blocks_pairs = _make_attend_blocks(_pack_pairs, _multiply_qk_pairs, _softmax_bf16, _multiply_pv_pairs)
+_attend_blocks_floats = _make_attend_blocks(_pack_floats, _multiply_qk_floats, _softmax_floats, _multiply_pv_floats)
 
 
 @cache
@@ -631,12 +636,19 @@ def prefill_kernel(lanes: int, unit: str) -> Launch:
                     configured = True
                 block, head = divmod(item - base, job.num_kv_heads)
                 token = (blocks - 1 - block) * job.block_tokens  # longest first
+                start, offset = pointer(INT32, job.start)[row] + token, pointer(INT32, job.offsets)[row] + token
+                tokens, low = min(job.block_tokens, num_tokens[row] - token), 0
+                if job.window > 0:
+                    low = max(0, start + 1 - job.window) // BLOCK_KEYS * BLOCK_KEYS
+                end, num = start + tokens, tokens * (job.num_heads // job.num_kv_heads)
+                _load_queries(job, zero, thread, head, offset, start, tokens)
                 if tiles:  # numba compiles only the branch that is taken
-                    _attend_item_tiles(job, zero, part, thread, row, head, token)
+                    attend_blocks_tiles(job, zero, part, thread, row, head, low, end, num)
                 elif pairs:
-                    _attend_item_pairs(job, zero, part, thread, row, head, token)
+                    _attend_blocks_pairs(job, zero, part, thread, row, head, low, end, num)
                 else:
-                    _attend_item_floats(job, zero, part, thread, row, head, token)
+                    _attend_blocks_floats(job, zero, part, thread, row, head, low, end, num)
+                _write_outputs(job, zero, thread, head, offset, tokens)
                 item = fetch_add(address, 0, 1)
             base += blocks * job.num_kv_heads
         if configured:
