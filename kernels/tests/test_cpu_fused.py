@@ -14,7 +14,7 @@ import torch
 from chatcache_kernels import cpu, reference
 from chatcache_kernels.cpu import experts, fused, launch
 from chatcache_kernels.cpu.launch import define_job
-from chatcache_kernels.cpu.simd import fetch_add
+from chatcache_kernels.cpu.simd import fetch_add, void_pointer
 from chatcache_kernels.types import HeadNorms
 from numba import carray
 from torch import Tensor
@@ -173,7 +173,7 @@ def test_unwritable_cache_folder_compiles_anew(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(launch, "cache_folder", launch.cache_folder.__wrapped__)
 
     def kernel(address: Any) -> None:
-        fetch_add(experts.void_pointer(carray(address, 1, job)[0].target), 0, 3)
+        fetch_add(void_pointer(carray(address, 1, job)[0].target), 0, 3)
 
     (job, pack), number = define_job("target"), torch.tensor([4])
     run = launch.compile_kernel(kernel)

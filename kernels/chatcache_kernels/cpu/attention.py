@@ -10,6 +10,7 @@ from .attention_decode import (
     MAX_DECODE_QUERIES,
     PACK_DECODE_JOB,
     SPLIT_TOKENS,
+    allocate_blocks,
     choose_heads_per_item,
     decode_kernel,
     max_item_queries,
@@ -71,10 +72,12 @@ def decode_attention(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    *,
+    is_exact: bool = False,
 ) -> None:
     """Write to `out` the attention of rows with at most `max_tokens` new tokens (decode kernel).
 
-    Tokens of other rows are left unchanged.
+    Tokens of other rows are left unchanged. `is_exact`: see `decode_kernel`.
     Shapes: q, out [num_tokens, num_heads, head_dim].
     """
     num_rows, table_stride = batch.tables.shape[0], batch.tables.stride(0)
@@ -84,6 +87,8 @@ def decode_attention(
     num_splits, done = -(-batch.max_context_tokens // SPLIT_TOKENS), num_rows * num_kv_heads
     heads = choose_heads_per_item(num_kv_heads, queries, num_rows * num_splits, num_threads)
     scratch = num_threads * heads * num_scratch_floats(queries, head_dim)
+    group, is_needed = num_heads // num_kv_heads, not is_exact and batch.max_new_tokens > 1
+    blocks = allocate_blocks(max_tokens, group, head_dim, num_threads, is_needed=is_needed)
     partial = done * num_splits * num_partial_floats(queries, head_dim) if num_splits > 1 else 0
     floats = torch.empty(scratch + partial)
     splits_done = torch.zeros(done if num_splits > 1 else 0, dtype=torch.int64)
@@ -93,11 +98,11 @@ def decode_attention(
     job = PACK_DECODE_JOB.pack(
         0, 0, q.data_ptr(), out.data_ptr(), KINDS[q.dtype], k.data_ptr() + layer_bytes, v.data_ptr() + layer_bytes,
         batch.tables.data_ptr(), sinks.data_ptr() if sinks is not None else 0, floats.data_ptr(), queries, table_stride,
-        num_heads, num_kv_heads, head_dim, pages.page_size, window or 0, heads, batch.start.data_ptr(),
-        batch.num_tokens.data_ptr(), batch.offsets.data_ptr(), splits_done.data_ptr(), floats.data_ptr() + 4 * scratch,
-        num_rows, max_tokens, scale, softcap or 0.0,
+        num_heads, num_kv_heads, head_dim, pages.page_size, window or 0, heads, *blocks.fields.values(),
+        batch.start.data_ptr(), batch.num_tokens.data_ptr(), batch.offsets.data_ptr(), splits_done.data_ptr(),
+        floats.data_ptr() + 4 * scratch, num_rows, max_tokens, scale, softcap or 0.0,
     )  # fmt: skip
-    decode_kernel(KINDS[k.dtype], register_lanes(pages.page_size, head_dim))(job, num_threads)
+    decode_kernel(KINDS[k.dtype], register_lanes(pages.page_size, head_dim), is_exact=is_exact)(job, num_threads)
 
 
 QUERY_BLOCK = 256  # queries that share one matrix of scores

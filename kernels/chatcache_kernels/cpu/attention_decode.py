@@ -32,8 +32,17 @@ from numba import carray
 from torch import Tensor
 
 from ..types import AttentionBatch, KVPages
+from .attention_prefill import (
+    BLOCK_QUERIES,
+    PREFILL_JOB,
+    attend_blocks_tiles,
+    full_tile_config,
+    load_query,
+    scratch_bytes,
+    scratch_layout,
+)
 from .attention_tile import TILE_KEYS, accumulate_values, online_softmax, score_page
-from .bf16 import has_avx512_bf16
+from .bf16 import has_amx, has_avx512_bf16, tile_configure, tile_release
 from .launch import Launch, compile_kernel, define_job, helper
 from .simd import (
     BFLOAT16,
@@ -52,19 +61,24 @@ from .simd import (
     num_lanes,
     pointer,
     prefetch,
+    reduce_sum,
     scatter,
     scatter_pairs,
     splat,
     store,
     store_any,
+    void_pointer,
     zeros,
 )
 
 JOB_FIELDS = (
     "q out kind k v tables sinks scratch max_queries table_stride num_heads num_kv_heads head_dim page_size window"
-    " heads_per_item"
+    " heads_per_item blocks block_bytes block_tokens config"
 )
 """Job fields that every item reads: addresses, sizes, options (0 = none).
+
+For AMX: blocks: for each thread `block_bytes(...)`, which are `block_bytes` (0: AMX is not used), for items of at most
+`block_tokens` tokens; config: `full_tile_config()`.
 
 kind: element kind of q and out. scratch: num_scratch_floats(...) for each of the heads_per_item slots of each thread.
 max_queries: the largest M. table_stride: int32 elements from one row of `tables` to the next. Arrays are contiguous.
@@ -213,6 +227,40 @@ def _offset(job: Any, page: int, head: int) -> Any:
     return (page * job.num_kv_heads + head) * (job.page_size * job.head_dim)
 
 
+MIN_TILE_QUERIES = 6  # of an item that is computed by AMX
+_BLOCK_JOB_BYTES = -(-PREFILL_JOB.itemsize // 64) * 64
+
+
+def block_bytes(queries: int, head_dim: int) -> int:
+    """Return the bytes that a thread needs for items of `queries` queries by AMX: a PREFILL_JOB and its scratch."""
+    return -(-(_BLOCK_JOB_BYTES + scratch_bytes(queries, head_dim, is_bf16=True)) // 64) * 64 if has_amx() else 0
+
+
+@helper
+def start_block(job: Any, thread: int) -> Any:
+    """Return the thread's PREFILL_JOB for an item that is computed as in `attention_prefill`, with scratch number 0."""
+    address = job.blocks + thread * job.block_bytes
+    block = carray(void_pointer(address), 1, PREFILL_JOB)[0]
+    block.q, block.kind, block.k, block.v, block.page_kind = job.q, job.kind, job.k, job.v, BFLOAT16
+    block.tables, block.table_stride, block.scratch = job.tables, job.table_stride, address + _BLOCK_JOB_BYTES
+    block.num_heads, block.num_kv_heads, block.head_dim = job.num_heads, job.num_kv_heads, job.head_dim
+    block.page_size, block.window, block.number_bytes, block.block_tokens = job.page_size, 0, 2, job.block_tokens
+    block.scale, block.softcap = job.scale, job.softcap
+    return block
+
+
+@helper
+def finish_block(job: Any, zero: Any, block: Any, slot: int, num: int) -> None:
+    """Copy the results of `num` queries to the scratch of a slot."""
+    acc, _, _, row_max, row_sum, _ = scratch_arrays(job, slot)
+    found, _, row_maxes, row_sums, _, _, _, _, _, _ = scratch_layout(block, 0)
+    for i in range(0, num * job.head_dim, num_lanes(zero)):
+        store(acc, i, load(zero, pointer(FLOAT32, found), i))
+    for m in range(num):
+        row_max[m] = pointer(FLOAT32, row_maxes)[m]
+        row_sum[m] = reduce_sum(load(zero, pointer(FLOAT32, row_sums), m * 16))
+
+
 @helper
 def write_output(job: Any, zero: Any, slot: int, token: int, head: int, first: int) -> None:
     """Write a token's attention output for one key head: acc / row_sum of its G queries.
@@ -263,16 +311,39 @@ def multiplies_pairs(kind: int, lanes: int) -> bool:
 
 
 @cache
-def decode_kernel(kind: int, lanes: int) -> Launch:
+def decode_kernel(kind: int, lanes: int, *, is_exact: bool = False) -> Launch:
     """Return the launcher of the decode attention kernel for pages of one element type.
 
     Its argument record is a DECODE_JOB. `kind`: element type, see `simd.KINDS`; `lanes`: see `register_lanes`.
+    `is_exact`: a token's result does not depend on the number of new tokens of its row, so AMX is not used.
     """
     pairs = multiplies_pairs(kind, lanes)
+    tiles = pairs and has_amx() and not is_exact
 
     def kernel(address: Any) -> None:
-        job = carray(address, 1, DECODE_JOB)[0]
-        _run_items(address, job, zeros(lanes), pairs, pointer(kind, job.k), pointer(kind, job.v))
+        job, configured = carray(address, 1, DECODE_JOB)[0], False
+        zero, k, v = zeros(lanes), pointer(kind, job.k), pointer(kind, job.v)
+        thread, item = fetch_add(address, 1, 1), _find_item(job, fetch_add(address, 0, 1), 0, 0)
+        while item[0] < job.num_rows:
+            row, base, head, split, first_split, num_splits = item
+            # a thread takes its next item before it computes one, to prefetch its keys
+            item = _find_item(job, fetch_add(address, 0, 1), row, base)
+            low, end = _split_keys(job, item[0], item[3])
+            if tiles and _fits_tiles(job, row):
+                if not configured:
+                    tile_configure(job.config)
+                    configured = True
+                _attend_split_tiles(job, zero, thread, row, head, split)
+            else:
+                _attend_split(job, zero, pairs, k, v, thread, row, head, split, (item[0], item[2], low, end))
+            for h in range(job.heads_per_item):
+                slot = thread * job.heads_per_item + h
+                first = base * job.heads_per_item + head + h  # partial result of the row's first split
+                is_whole = num_splits == 1
+                if is_whole or _merge_splits(job, zero, slot, row, head + h, first, split - first_split, num_splits):
+                    _write_row(job, zero, slot, row, head + h)
+        if configured:
+            tile_release()
 
     return compile_kernel(kernel)
 
@@ -293,25 +364,6 @@ def choose_heads_per_item(num_kv_heads: int, queries: int, num_splits: int, num_
         return 1
     most = max(1, MAX_ITEM_QUERIES // queries)
     return max(heads for heads in range(1, min(most, num_kv_heads) + 1) if num_kv_heads % heads == 0)
-
-
-@helper
-def _run_items(address: Any, job: Any, zero: Any, pairs: bool, k: Any, v: Any) -> None:
-    """Process work items (row, split, key head) from the shared counter until none is left.
-
-    A thread takes its next item before it computes one, to prefetch its keys.
-    """
-    thread, item = fetch_add(address, 1, 1), _find_item(job, fetch_add(address, 0, 1), 0, 0)
-    while item[0] < job.num_rows:
-        row, base, head, split, first_split, num_splits = item
-        item = _find_item(job, fetch_add(address, 0, 1), row, base)
-        low, end = _split_keys(job, item[0], item[3])
-        _attend_split(job, zero, pairs, k, v, thread, row, head, split, (item[0], item[2], low, end))
-        for h in range(job.heads_per_item):
-            slot = thread * job.heads_per_item + h
-            first = base * job.heads_per_item + head + h  # partial result of the row's first split
-            if num_splits == 1 or _merge_splits(job, zero, slot, row, head + h, first, split - first_split, num_splits):
-                _write_row(job, zero, slot, row, head + h)
 
 
 @helper
@@ -361,6 +413,30 @@ def _attend_split(
             pack_queries(job, zero, pairs, slot, new, start + token + 1, head + h, token * group)
     low, end = _split_keys(job, row, split)
     attend_keys(job, zero, pairs, k, v, thread, row, head, low, end, tokens * group, ahead)
+
+
+@helper
+def _fits_tiles(job: Any, row: int) -> bool:
+    """Return whether a row has several new tokens, and queries enough for AMX."""
+    tokens = pointer(INT32, job.num_tokens)[row]
+    is_many = tokens > 1 and tokens * (job.num_heads // job.num_kv_heads) >= MIN_TILE_QUERIES
+    return bool(is_many and job.window == 0 and job.block_bytes > 0)
+
+
+@helper
+def _attend_split_tiles(job: Any, zero: Any, thread: int, row: int, head: int, split: int) -> None:
+    """Do what `_attend_split` does, by AMX."""
+    group, block = job.num_heads // job.num_kv_heads, start_block(job, thread)
+    start, tokens = pointer(INT32, job.start)[row], pointer(INT32, job.num_tokens)[row]
+    num, (low, end) = tokens * group, _split_keys(job, row, split)
+    for h in range(head, head + job.heads_per_item):
+        for m in range((num + BLOCK_QUERIES - 1) // BLOCK_QUERIES * BLOCK_QUERIES):
+            token, number = min(m, num - 1) // group, -1
+            if m < num:
+                number = (pointer(INT32, job.offsets)[row] + token) * job.num_heads + h * group + m % group
+            load_query(block, zero, 0, m, number, min(start + token + 1, end))
+        attend_blocks_tiles(block, zero, zero, 0, row, h, low, end, num)
+        finish_block(job, zero, block, thread * job.heads_per_item + h - head, num)
 
 
 @helper
@@ -425,6 +501,7 @@ def decode_fields(batch: AttentionBatch, pages: KVPages, num_heads: int, num_thr
     num_states = done * num_splits if num_splits > 1 else 0
     heads = choose_heads_per_item(pages.num_kv_heads, queries, num_rows * num_splits, num_threads)
     scratch = num_threads * heads * num_scratch_floats(queries, pages.head_dim)
+    blocks = allocate_blocks(most, num_heads // pages.num_kv_heads, pages.head_dim, num_threads)
     room = Workspace.of(pages, scratch, num_states, queries, done)
     fields = {
         "tables": batch.tables.data_ptr(),
@@ -440,7 +517,22 @@ def decode_fields(batch: AttentionBatch, pages: KVPages, num_heads: int, num_thr
         "partial": room.states,
         "splits_done": room.done,
     }
-    return StepFields(fields, room.held)
+    return StepFields(fields | blocks.fields, room.held + blocks.held)
+
+
+def allocate_blocks(
+    max_tokens: int, group: int, head_dim: int, num_threads: int, *, is_needed: bool = True
+) -> StepFields:
+    """Return the job fields for items of up to `max_tokens` tokens that are computed by AMX, and their memory."""
+    size = block_bytes(max_tokens * group, head_dim) if is_needed and max_tokens > 1 else 0
+    blocks, config = torch.empty(num_threads * size, dtype=torch.uint8), full_tile_config()
+    fields = {
+        "blocks": blocks.data_ptr(),
+        "block_bytes": size,
+        "block_tokens": max_tokens,
+        "config": config.data_ptr(),
+    }
+    return StepFields(fields, (blocks, config))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,12 @@ from .attention_decode import (
     JOB_FIELDS,
     JOB_OPTIONS,
     MAX_DECODE_QUERIES,
+    MIN_TILE_QUERIES,
     StepFields,
     Workspace,
+    allocate_blocks,
     attend_keys,
+    finish_block,
     multiplies_pairs,
     num_partial_floats,
     num_scratch_floats,
@@ -40,22 +43,13 @@ from .attention_decode import (
     pad_queries,
     register_lanes,
     scratch_arrays,
+    start_block,
     write_output,
 )
-from .attention_prefill import (
-    BLOCK_QUERIES,
-    PREFILL_JOB,
-    attend_blocks_tiles,
-    full_tile_config,
-    load_query,
-    scratch_bytes,
-    scratch_layout,
-)
+from .attention_prefill import BLOCK_QUERIES, attend_blocks_tiles, load_query
 from .bf16 import has_amx, tile_configure, tile_release
-from .experts import void_pointer
 from .launch import Launch, compile_kernel, define_job, helper
 from .simd import (
-    BFLOAT16,
     FLOAT32,
     INT32,
     INT64,
@@ -67,7 +61,6 @@ from .simd import (
     load,
     num_lanes,
     pointer,
-    reduce_sum,
     splat,
     store,
     zeros,
@@ -75,20 +68,15 @@ from .simd import (
 
 I32 = NDArray[np.int32]
 
-_PREFILL_JOB_BYTES = -(-PREFILL_JOB.itemsize // 64) * 64
-
 MAX_TILE_QUERIES = 64  # per item; from 32 on the speed hardly changes (measured)
 
 SHARED_JOB, PACK_SHARED_JOB = define_job(
-    f"{JOB_FIELDS} positions items members merge_offsets merge_states states states_done num_items blocks block_bytes"
-    " max_members config",
-    JOB_OPTIONS,
+    f"{JOB_FIELDS} positions items members merge_offsets merge_states states states_done num_items", JOB_OPTIONS
 )
 """`JOB_FIELDS`; addresses of the work list's arrays (merge_offsets has T + 1 entries).
 
 Sizes.
-states [S, Hkv]: num_partial_floats(G, D) each; states_done [T, Hkv] int64, zeroed. For AMX: blocks: for each thread
-`block_bytes`, a PREFILL_JOB and its scratch; config: `full_tile_config()`.
+states [S, Hkv]: num_partial_floats(G, D) each; states_done [T, Hkv] int64, zeroed.
 """
 
 
@@ -143,10 +131,10 @@ def attend_shared(
     num_kv_heads, num_threads = pages.num_kv_heads, torch.get_num_threads()
     (one,) = work.lists
     group = num_heads // num_kv_heads
-    queries, block_bytes = pad_queries(one.max_members * group), _block_bytes(one.max_members * group, head_dim)
+    queries = pad_queries(one.max_members * group)
     each = num_threads * num_scratch_floats(queries, head_dim)
     floats = torch.empty(each + work.num_states * num_kv_heads * num_partial_floats(group, head_dim))
-    blocks = torch.empty(num_threads * block_bytes, dtype=torch.uint8)
+    blocks = allocate_blocks(one.max_members, group, head_dim, num_threads)
     done = torch.zeros(num_tokens * num_kv_heads, dtype=torch.int64)
     sinks = sinks.float().contiguous() if sinks is not None else None
     k, v = pages.k, pages.v
@@ -155,9 +143,10 @@ def attend_shared(
         0, 0, q.data_ptr(), out.data_ptr(), KINDS[q.dtype], k.data_ptr() + layer_bytes, v.data_ptr() + layer_bytes,
         batch.tables.data_ptr(), sinks.data_ptr() if sinks is not None else 0, floats.data_ptr(), queries,
         batch.tables.stride(0), num_heads, num_kv_heads, head_dim, pages.page_size, window or 0, 1,
+        *blocks.fields.values(),
         work.positions.data_ptr(), one.items.data_ptr(), one.members.data_ptr(), work.merge_offsets.data_ptr(),
         work.merge_states.data_ptr(), floats.data_ptr() + 4 * each, done.data_ptr(), len(one.items),
-        blocks.data_ptr(), block_bytes, one.max_members, full_tile_config().data_ptr(), scale, softcap or 0.0,
+        scale, softcap or 0.0,
     )  # fmt: skip
     shared_kernel(KINDS[k.dtype], register_lanes(pages.page_size, head_dim))(job, num_threads)
 
@@ -170,8 +159,7 @@ def shared_fields(
     group = num_heads // pages.num_kv_heads
     queries, num_states = pad_queries(one.max_members * group), work.num_states * pages.num_kv_heads
     done = len(work.positions) * pages.num_kv_heads
-    block_bytes = _block_bytes(one.max_members * group, pages.head_dim)
-    blocks = torch.empty(num_threads * block_bytes, dtype=torch.uint8)
+    blocks = allocate_blocks(one.max_members, group, pages.head_dim, num_threads)
     room = Workspace.of(pages, num_threads * num_scratch_floats(queries, pages.head_dim), num_states, group, done)
     fields = {
         "tables": batch.tables.data_ptr(),
@@ -187,21 +175,8 @@ def shared_fields(
         "scratch": room.scratch,
         "states": room.states,
         "states_done": room.done,
-        "blocks": blocks.data_ptr(),
-        "block_bytes": block_bytes,
-        "max_members": one.max_members,
-        "config": full_tile_config().data_ptr(),
     }
-    return StepFields(fields, (*room.held, blocks))
-
-
-MIN_TILE_QUERIES = 6  # of an item that is computed by AMX
-
-
-def _block_bytes(queries: int, head_dim: int) -> int:
-    """Return the bytes of a thread's PREFILL_JOB and its scratch; 0 without AMX."""
-    size = _PREFILL_JOB_BYTES + scratch_bytes(queries, head_dim, is_bf16=True)
-    return -(-size // 64) * 64 if has_amx() else 0
+    return StepFields(fields | blocks.fields, room.held + blocks.held)
 
 
 @cache
@@ -265,26 +240,13 @@ def _fits_tiles(job: Any, item: Any, members: Any) -> bool:
 @helper
 def _attend_tiles(job: Any, zero: Any, thread: int, item: Any, members: Any, head: int) -> None:
     """Do what `_attend_item` does, by AMX."""
-    group, dim, end = job.num_heads // job.num_kv_heads, job.head_dim, item[2]
-    at = job.blocks + thread * job.block_bytes
-    mine = carray(void_pointer(at), 1, PREFILL_JOB)[0]
-    mine.q, mine.kind, mine.k, mine.v, mine.page_kind = job.q, job.kind, job.k, job.v, BFLOAT16
-    mine.tables, mine.table_stride, mine.scratch = job.tables, job.table_stride, at + _PREFILL_JOB_BYTES
-    mine.num_heads, mine.num_kv_heads, mine.head_dim = job.num_heads, job.num_kv_heads, dim
-    mine.page_size, mine.window, mine.number_bytes, mine.block_tokens = job.page_size, 0, 2, job.max_members
-    mine.scale, mine.softcap = job.scale, job.softcap
+    group, block, end = job.num_heads // job.num_kv_heads, start_block(job, thread), item[2]
     num = item[4] * group
     for m in range((num + BLOCK_QUERIES - 1) // BLOCK_QUERIES * BLOCK_QUERIES):
         number = members[m // group] * job.num_heads + head * group + m % group if m < num else -1
-        load_query(mine, zero, 0, m, number, end)
-    attend_blocks_tiles(mine, zero, zero, 0, item[0], head, item[1], end, num)
-    acc, _, _, row_max, row_sum, _ = scratch_arrays(job, thread)
-    found, _, row_maxes, row_sums, _, _, _, _, _, _ = scratch_layout(mine, 0)
-    for i in range(0, num * dim, num_lanes(zero)):
-        store(acc, i, load(zero, pointer(FLOAT32, found), i))
-    for m in range(num):
-        row_max[m] = pointer(FLOAT32, row_maxes)[m]
-        row_sum[m] = reduce_sum(load(zero, pointer(FLOAT32, row_sums), m * 16))
+        load_query(block, zero, 0, m, number, end)
+    attend_blocks_tiles(block, zero, zero, 0, item[0], head, item[1], end, num)
+    finish_block(job, zero, block, thread, num)
 
 
 @helper

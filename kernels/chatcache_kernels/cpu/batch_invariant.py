@@ -79,7 +79,7 @@ def paged_attention(
     if batch.max_new_tokens > most:
         batch = _split_rows(batch, most)
     for part in _iter_launches(batch, q.shape[1], pages):
-        decode_attention(q, out, pages, layer, part, part.max_new_tokens, scale, window, softcap, sinks)
+        decode_attention(q, out, pages, layer, part, part.max_new_tokens, scale, window, softcap, sinks, is_exact=True)
     return out
 
 

@@ -23,11 +23,11 @@ from .. import experts as reference
 from ..experts import Activation, ExpertWeights
 from . import experts, matmul
 from .bf16 import has_amx, has_avx512_bf16
-from .experts import JOB_BYTES, PANEL_SCRATCH_BYTES, TILE_JOB, group_configs, void_pointer
+from .experts import JOB_BYTES, PANEL_SCRATCH_BYTES, TILE_JOB, group_configs
 from .fused import SILU, activate_row, silu_mul
 from .launch import Launch, compile_kernel, define_job, helper
 from .matmul import GROUP_TOKENS, PANEL
-from .simd import BFLOAT16, FLOAT32, INT64, KINDS, fetch_add, load, pointer, store, zeros
+from .simd import BFLOAT16, FLOAT32, INT64, KINDS, fetch_add, load, pointer, store, void_pointer, zeros
 
 MIN_WORK = 4  # of each thread, in longest tiles: threads wait at most for one of them at the end
 MAX_MLP_BYTES = 3 << 19  # of a tile of a dense MLP, in a core's cache

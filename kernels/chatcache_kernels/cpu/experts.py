@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, types
+from numba import carray
 from torch import Tensor
 from torch.nn import functional
 
@@ -44,9 +44,9 @@ from .simd import (
     pointer,
     reduce_max,
     reduce_sum,
-    simd_intrinsic,
     splat,
     store,
+    void_pointer,
     zeros,
 )
 
@@ -335,16 +335,6 @@ def _multiply_plain(rows: Tensor, weights: ExpertWeights, tiles: Tensor) -> Tens
 def group_configs() -> Tensor:
     """Return the AMX configurations for groups of 1 to 32 tokens, in ascending order, after an unused one."""
     return torch.cat([matmul.tile_configs(max(1, count))[CONFIG_BYTES:] for count in range(GROUP_TOKENS + 1)])
-
-
-@simd_intrinsic
-def void_pointer(typing: Any, address: Any) -> Any:
-    """Return an integer address as an untyped pointer."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.voidptr(types.int64), generate
 
 
 @helper

@@ -508,6 +508,16 @@ def fetch_add(typing: Any, source: Any, index: Any, amount: Any) -> Any:
     return types.int64(source, types.int64, types.int64), generate
 
 
+@simd_intrinsic
+def void_pointer(typing: Any, address: Any) -> Any:
+    """Return an integer address as an untyped pointer."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), generate
+
+
 @helper
 def load_any(kind: int, like: Any, address: int, index: int) -> Any:
     """Load elements whose type (`kind`) is known only at run time."""
