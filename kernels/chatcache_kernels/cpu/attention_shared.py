@@ -234,7 +234,7 @@ def _fits_tiles(job: Any, item: Any, members: Any) -> bool:
     for n in range(item[4]):
         oldest = min(oldest, pointer(INT32, job.positions)[members[n]] + 1)
     is_many = item[4] * (job.num_heads // job.num_kv_heads) >= MIN_TILE_QUERIES
-    return bool(is_many and job.window == 0 and oldest == item[2])
+    return bool(is_many and job.window == 0 and oldest == item[2] and job.block_bytes > 0)
 
 
 @helper
