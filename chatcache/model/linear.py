@@ -41,7 +41,6 @@ Linear = Callable[[Tensor], Tensor]
 LinearFactory = Callable[[Tensor, Tensor | None], Linear]
 """Makes a layer from a weight [out, in] and an optional bias [out]."""
 
-PANEL = 32  # outputs of a panel
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZATIONS = ("none", "int8", "fp8")
 FP8_MULTIPLE = 16  # of the numbers of inputs and outputs
@@ -62,15 +61,13 @@ class PanelLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x)
 
-    @property
-    def num_inputs(self) -> int:
-        """Return the number of inputs."""
-        return self.panels[0].numel() // PANEL
-
     def as_expert(self) -> ExpertWeights:
         """Return the panels as the layer of one expert."""
+        from chatcache_kernels.cpu.matmul import PANEL
+
         bias = None if self.bias is None else self.bias[None]
-        return ExpertWeights(self.panels[None], bias, len(self.panels) * PANEL, self.num_inputs, "panels")
+        num_panels, num_steps = self.panels.shape[:2]
+        return ExpertWeights(self.panels[None], bias, num_panels * PANEL, num_steps * PANEL, "panels")
 
 
 class PanelLinearFactory:
@@ -122,9 +119,10 @@ def gated_mlp(gate_up: Linear, down: Linear, x: Tensor, activate: Callable[[Tens
     if isinstance(gate_up, PanelLinear) and isinstance(down, PanelLinear):
         from chatcache_kernels.cpu import expert_layer, silu_mul
 
-        tile_tokens = expert_layer.choose_mlp_tokens(len(x), gate_up.num_inputs, down.num_inputs)
+        first, second = gate_up.as_expert(), down.as_expert()
+        tile_tokens = expert_layer.choose_mlp_tokens(len(x), first.num_inputs, second.num_inputs)
         if activate is silu_mul and tile_tokens > 0:
-            return expert_layer.gated_mlp(x, gate_up.as_expert(), down.as_expert(), tile_tokens)
+            return expert_layer.gated_mlp(x, first, second, tile_tokens)
     return down(activate(gate_up(x)))
 
 

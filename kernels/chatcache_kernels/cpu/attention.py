@@ -87,8 +87,8 @@ def decode_attention(
     num_splits, done = -(-batch.max_context_tokens // SPLIT_TOKENS), num_rows * num_kv_heads
     heads = choose_heads_per_item(num_kv_heads, queries, num_rows * num_splits, num_threads)
     scratch = num_threads * heads * num_scratch_floats(queries, head_dim)
-    group, is_needed = num_heads // num_kv_heads, not is_exact and batch.max_new_tokens > 1
-    blocks = allocate_blocks(max_tokens, group, head_dim, num_threads, is_needed=is_needed)
+    most = 1 if is_exact else min(max_tokens, batch.max_new_tokens)
+    blocks = allocate_blocks(most, num_heads // num_kv_heads, head_dim, num_threads)
     partial = done * num_splits * num_partial_floats(queries, head_dim) if num_splits > 1 else 0
     floats = torch.empty(scratch + partial)
     splits_done = torch.zeros(done if num_splits > 1 else 0, dtype=torch.int64)

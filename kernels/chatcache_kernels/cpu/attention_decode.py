@@ -523,11 +523,9 @@ def decode_fields(batch: AttentionBatch, pages: KVPages, num_heads: int, num_thr
     return StepFields(fields | blocks.fields, room.held + blocks.held)
 
 
-def allocate_blocks(
-    max_tokens: int, group: int, head_dim: int, num_threads: int, *, is_needed: bool = True
-) -> StepFields:
-    """Return the job fields for items of up to `max_tokens` tokens that are computed by AMX, and their memory."""
-    size = block_bytes(max_tokens * group, head_dim) if is_needed and max_tokens > 1 else 0
+def allocate_blocks(max_tokens: int, group: int, head_dim: int, num_threads: int) -> StepFields:
+    """Return the job fields for items of 2 to `max_tokens` tokens that are computed by AMX, and their memory."""
+    size = block_bytes(max_tokens * group, head_dim) if max_tokens > 1 else 0
     blocks, config = torch.empty(num_threads * size, dtype=torch.uint8), full_tile_config()
     fields = {
         "blocks": blocks.data_ptr(),

@@ -306,40 +306,24 @@ def tile_clear(typing: Any, tile: Any) -> Any:
     return types.void(tile), generate
 
 
-@simd_intrinsic
-def tile_load(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
-    """Load a tile from rows that are `stride` bytes apart."""
+def _tile_move(name: str, instruction: str) -> Any:
+    """Return an intrinsic (tile, address, stride) that loads or stores a tile whose rows are `stride` bytes apart."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = _to_pointer(builder, args[1])
-        emit_call(builder, "llvm.x86.tileloadd64", ir.VoidType(), *_tile_numbers((tile,)), at, args[2])
-        return context.get_dummy_value()
+    def move(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            at = _to_pointer(builder, args[1])
+            emit_call(builder, f"llvm.x86.{instruction}", ir.VoidType(), *_tile_numbers((tile,)), at, args[2])
+            return context.get_dummy_value()
 
-    return types.void(tile, types.int64, types.int64), generate
+        return types.void(tile, types.int64, types.int64), generate
 
-
-@simd_intrinsic
-def tile_load_once(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
-    """Load a tile as `tile_load` does, but keep what is in the first-level cache."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = _to_pointer(builder, args[1])
-        emit_call(builder, "llvm.x86.tileloaddt164", ir.VoidType(), *_tile_numbers((tile,)), at, args[2])
-        return context.get_dummy_value()
-
-    return types.void(tile, types.int64, types.int64), generate
+    move.__name__ = move.__qualname__ = name
+    return simd_intrinsic(move)
 
 
-@simd_intrinsic
-def tile_store(typing: Any, tile: Any, address: Any, stride: Any) -> Any:
-    """Store a tile to rows that are `stride` bytes apart."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = _to_pointer(builder, args[1])
-        emit_call(builder, "llvm.x86.tilestored64", ir.VoidType(), *_tile_numbers((tile,)), at, args[2])
-        return context.get_dummy_value()
-
-    return types.void(tile, types.int64, types.int64), generate
+tile_load = _tile_move("tile_load", "tileloadd64")
+tile_load_once = _tile_move("tile_load_once", "tileloaddt164")  # keeps what is in the first-level cache
+tile_store = _tile_move("tile_store", "tilestored64")
 
 
 @simd_intrinsic

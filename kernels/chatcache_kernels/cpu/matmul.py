@@ -15,8 +15,8 @@ All products of the SmolLM2-135M shape on two threads of a Xeon with 23 GB/s wen
 from 19 to 15 ms with 32.
 
 With many tokens, outputs are written while the next products are computed, and tokens are loaded past the first-level
-cache, in which the panel stays: each alone makes 512 to 2,048 tokens up to 1.1 and 1.25 times as fast. oneDNN took 1.0
-to 1.8 times as long with up to 1,024 tokens, 0.9 to 1.0 times with 2,048 (weights of the 135M and 0.6B shapes).
+cache, in which the panel stays: each alone makes 512 to 2,048 tokens up to 1.1 and 1.27 times as fast. oneDNN took 0.95
+to 1.8 times as long with 96 to 512 tokens, 0.87 to 1.07 times with 2,048 (weights of the 135M and 0.6B shapes).
 
 With 8 tokens or more, AVX512-BF16 takes about as long to compute as the memory to deliver a panel, and the CPU did one
 after the other. So a thread takes its next item early and fetches that panel meanwhile (Zen 5, all products of the
