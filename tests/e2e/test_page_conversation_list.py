@@ -102,8 +102,10 @@ def test_pinned_conversations_are_first_and_others_by_date(chat: RecordedPage) -
     assert group_of(chat, old) == group_of(chat, new) == "Today"
     with chat.page.expect_response(PATCHED):
         menu(chat, old, "Pin")
-    chat.until(f"document.querySelector('.list-heading + .list-items')?.textContent.includes('{old}')")
-    assert group_of(chat, old) == "Pinned"
+    chat.until(
+        f"[...document.querySelectorAll('.list-heading')].some(group => group.textContent === 'Pinned' && "
+        f"group.nextElementSibling.textContent.includes('{old}'))"
+    )
     for days, name in ((1, "Yesterday"), (4, "Last 7 days"), (20, "Last 30 days")):
         chat.page.clock.set_fixed_time(time.time() + days * DAY_S)
         chat.reload()
@@ -112,8 +114,8 @@ def test_pinned_conversations_are_first_and_others_by_date(chat: RecordedPage) -
     with chat.page.expect_response(PATCHED):
         menu(chat, old, "Unpin")
     chat.until(
-        f"![...document.querySelectorAll('.list-heading')].some(day => day.textContent === 'Pinned' && "
-        f"day.nextElementSibling.textContent.includes('{old}'))"
+        f"![...document.querySelectorAll('.list-heading')].some(group => group.textContent === 'Pinned' && "
+        f"group.nextElementSibling.textContent.includes('{old}'))"
     )
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import subprocess
 import sys
 
 import pytest
 import torch
-from chatcache_kernels import cpu
 from chatcache_kernels.types import KVPages
 
-from chatcache.model.host_memory import PagePrefaulter, reuse_freed_memory
+from chatcache.model.host_memory import PagePrefaulter
 
 LAYERS, HEADS, DIM, SIZE = 3, 2, 64, 16
 PAGE_BYTES = 2 * LAYERS * HEADS * DIM * SIZE * 2  # of keys and values in all layers, bf16
@@ -39,8 +39,13 @@ def settle(touch: PagePrefaulter) -> None:
 
 @pytest.fixture
 def pages() -> KVPages:
-    reuse_freed_memory()  # else, after another test has loaded a model, blocks of this size reuse freed memory, too
-    return cpu.allocate_pages(LAYERS, 20_000, SIZE, HEADS, DIM, torch.bfloat16)
+    """Pages in mappings of their own: after a test that loads a model, the C library may reuse memory of any size."""
+    k_shape, v_shape = (LAYERS, 20_000, HEADS, DIM, SIZE), (LAYERS, 20_000, HEADS, SIZE, DIM)
+    k, v = (
+        torch.frombuffer(mmap.mmap(-1, 2 * math.prod(shape)), dtype=torch.bfloat16).view(shape)
+        for shape in (k_shape, v_shape)
+    )
+    return KVPages(k, v, SIZE, HEADS, DIM)
 
 
 @pytest.mark.slow
