@@ -13,6 +13,7 @@ Source: online softmax, Milakov and Gimelshein (2018).
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from .simd import (
     I32,
     I64,
     LOG2E,
+    REGISTER_LANES,
     add,
     div,
     emit_constant,
@@ -52,6 +54,8 @@ from .simd import (
     store,
 )
 
+# Queries that share a loaded register, at most, so that their sums fit the registers.
+MOST_QUERIES = 8 if REGISTER_LANES == 16 else 4
 TILE_KEYS = 64  # keys between two updates of the running maximum; a multiple of every page size
 
 
@@ -65,12 +69,14 @@ def score_page(
     `base`, `soon`: offsets in `k` of the page and of the page to prefetch. The scores of the page's tokens go to the
     columns of `scores` from `part` on. Shapes: q as in the scratch, scores [M, TILE_KEYS].
     """
-    wide, words = num // 8 * 8, dim // 2 if pairs else dim  # of a query
+    wide, words = num // MOST_QUERIES * MOST_QUERIES, dim // 2 if pairs else dim  # of a query
     for t in range(0, size, num_lanes(zero)):
         at, column = base + t, part + t
-        for m in range(0, wide, 8):
+        for m in range(0, wide, MOST_QUERIES):
             first, score = m * words, m * TILE_KEYS + column
-            score_queries(zero, pairs, 8, k, at, size, soon + t, q, first, words, scores, score, dim // 4, scale)
+            score_queries(
+                zero, pairs, MOST_QUERIES, k, at, size, soon + t, q, first, words, scores, score, dim // 4, scale
+            )
         if wide < num:
             first, score = wide * words, wide * TILE_KEYS + column
             score_queries(zero, pairs, 4, k, at, size, soon + t, q, first, words, scores, score, dim // 4, scale)
@@ -88,6 +94,7 @@ def score_queries(
     `column`: place of the first score; the next query's are TILE_KEYS further on.
     """
     is_paired, num, lanes = pairs.literal_value, count.literal_value, zero.lanes
+    num_sums = 2 if lanes <= REGISTER_LANES else 1  # of a query; a single sum waits for itself
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, start, stride, ahead, queries, first_word, num_words, target, first_score, steps, factor = args[3:]
@@ -104,14 +111,14 @@ def score_queries(
                     for number, values in enumerate(rows):
                         line = emit_affine(builder, step, *((2, pair) if is_paired else (4, 2 * pair + number)))
                         index = builder.add(word, emit_affine(builder, line, 4, place_in_group))
-                        total = 2 * query + (pair if is_paired else number)
+                        total = num_sums * query + (pair if is_paired else number) % num_sums
                         weight = emit_splat(builder, builder.load(emit_pointer(builder, queries, index, F32)), lanes)
                         totals[total] = emit_multiply_add(builder, is_paired, values, weight, totals[total])
             return totals
 
-        totals = emit_loop(builder, steps, [emit_constant(lanes, 0.0)] * (2 * num), emit_step)
+        totals = emit_loop(builder, steps, [emit_constant(lanes, 0.0)] * (num_sums * num), emit_step)
         for query in range(num):
-            score = builder.fadd(*totals[2 * query : 2 * query + 2])
+            score = reduce(builder.fadd, totals[num_sums * query : num_sums * (query + 1)])
             if is_paired:
                 score = builder.fmul(score, emit_splat(builder, factor, lanes))
             at_score = builder.add(first_score, ir.Constant(I64, query * TILE_KEYS))
@@ -215,14 +222,14 @@ def accumulate_values(
     `tile`: see `attention_decode.tile_pages`. `count`: the tile's tokens. Shapes: scores [M, TILE_KEYS] (weights), acc
     [M, D].
     """
-    dim, size, wide, lanes = job.head_dim, job.page_size, num // 8 * 8, num_lanes(zero)
+    dim, size, lanes, wide = job.head_dim, job.page_size, num_lanes(zero), num // MOST_QUERIES * MOST_QUERIES
     pages, _, head, soon_pages, num_soon, soon_head = tile
     stride, at, soon = job.num_kv_heads * size * dim, (head + h) * size * dim, (soon_head + h) * size * dim
-    for m in range(0, wide, 8):
+    for m in range(0, wide, MOST_QUERIES):
         for d in range(0, dim, lanes):
             weigh_values(
-                zero, pairs, 8, 1, v, pages, at + d, soon_pages, num_soon, soon + 2 * d, stride, size, dim, scores,
-                m * TILE_KEYS, acc, m * dim + d, count,
+                zero, pairs, MOST_QUERIES, 1, v, pages, at + d, soon_pages, num_soon, soon + 2 * d, stride, size, dim,
+                scores, m * TILE_KEYS, acc, m * dim + d, count,
             )  # fmt: skip
     if wide < num:
         even = dim // (2 * lanes) * 2 * lanes

@@ -25,6 +25,9 @@ from .launch import helper
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
+# Float32 in a register of this CPU; LLVM keeps a longer vector in several.
+REGISTER_LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
+
 
 def simd_intrinsic(function: Callable[..., Any]) -> Any:
     """Register a typing function that returns (signature, code generator) as an intrinsic."""
@@ -112,14 +115,14 @@ def split_panel(count: int, num_rows: int = 4) -> list[tuple[range, range]]:
     AVX2 has half as many registers as AVX-512, of half the size; the sums of `num_rows` rows fit them. A panel stays in
     the cache from loop to loop.
     """
-    if count <= 2 or binding.get_host_cpu_features().get("avx512f"):
+    if count <= 2 or REGISTER_LANES == 16:
         return [(range(count), range(2))]
     starts = range(0, count, num_rows)
     return [(range(row, min(row + num_rows, count)), range(half, half + 1)) for row in starts for half in range(2)]
 
 
 # Rows, and registers of outputs, whose sums `dot_floats` keeps in registers.
-FLOAT_ROWS, FLOAT_HALVES = (8, 2) if binding.get_host_cpu_features().get("avx512f") else (4, 1)
+FLOAT_ROWS, FLOAT_HALVES = (8, 2) if REGISTER_LANES == 16 else (4, 1)
 
 LOG2E = 1.4426950408889634
 FLOAT32, BFLOAT16, FLOAT16, INT32, INT64 = range(5)  # element kinds in memory
