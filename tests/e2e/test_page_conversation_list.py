@@ -53,7 +53,7 @@ def test_conversation_is_renamed_in_place_and_deleted_with_undo(chat: RecordedPa
         chat.page.keyboard.press("Enter")
     chat.reload()
     row(chat, name).wait_for()
-    assert chat.page.title() == f"{name} · chatcache"
+    chat.until(f"document.title === '{name} · chatcache'")
     chat.keep_toasts()
     menu(chat, name, "Delete")
     assert row(chat, name).count() == 0

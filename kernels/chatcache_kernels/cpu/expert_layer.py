@@ -41,7 +41,7 @@ LAYER_JOB, _PACK_LAYER = define_job(
 """Addresses of contiguous arrays and sizes; biases and compact weights may be 0. width: inputs of `down`.
 
 scratch: for each thread a TILE_JOB, sums, and for a tile its inputs, its outputs of either product and its inputs of
-`down`.
+`down`; without bf16 products also the inputs of either product in float32.
 """
 
 
@@ -103,8 +103,10 @@ def multiply_tiles(
     Shapes: x [num_tokens, in] bf16 -> [num_pairs, out]; tokens, tiles: of `plan_pairs`, with at most `tile_tokens`.
     """
     x, threads = x.contiguous(), torch.get_num_threads()
-    row_numbers = up.num_inputs + down.num_inputs + down.num_outputs + 2 * PANEL
-    each = PANEL_SCRATCH_BYTES + 2 * tile_tokens * row_numbers
+    row_bytes = 2 * (up.num_inputs + down.num_inputs + down.num_outputs + 2 * PANEL)
+    if matmul.best_unit() == "floats":
+        row_bytes += 4 * max(up.num_inputs, down.num_inputs)
+    each = PANEL_SCRATCH_BYTES + tile_tokens * row_bytes
     scratch, y = (
         torch.empty(threads * each, dtype=torch.uint8),
         torch.empty(len(tokens), down.num_outputs, dtype=x.dtype),
@@ -130,6 +132,7 @@ def layer_kernel(tiled: bool, native: bool) -> Launch:
 
     `tiled`: use AMX; `native`: as in `matmul`.
     """
+    widens = not tiled and not native
 
     def kernel(address: Any) -> None:
         job = carray(address, 1, LAYER_JOB)[0]
@@ -139,6 +142,7 @@ def layer_kernel(tiled: bool, native: bool) -> Launch:
         hidden = rows + 2 * job.tile_tokens * job.num_inputs
         out = hidden + 2 * job.tile_tokens * job.width
         pairs = out + 2 * job.tile_tokens * job.num_outputs
+        floats = pairs + 4 * job.tile_tokens * PANEL
         mine, configured = carray(void_pointer(scratch), 1, TILE_JOB)[0], 0
         if tiled and item < tiles[0]:
             matmul.start_pending(sums)
@@ -153,6 +157,8 @@ def layer_kernel(tiled: bool, native: bool) -> Launch:
             mine.bias = job.up_bias + 4 * expert * job.width if job.up_bias != 0 else 0
             mine.compact = job.up_compact + expert * job.up_compact_bytes
             num_panels = job.width // PANEL
+            if widens:
+                matmul.widen(rows, floats, (end - first) * job.num_inputs)
             for panel in range(num_panels):
                 for side in range(2):
                     at, following = panel, num_panels + panel
@@ -161,6 +167,8 @@ def layer_kernel(tiled: bool, native: bool) -> Launch:
                     mine.out = pairs + 2 * PANEL * (side - at)
                     if tiled:
                         configured = experts.multiply_tiled(native, mine, at, following, sums, job.configs, configured)
+                    elif widens:
+                        matmul.multiply_panel_floats(mine, at, following, sums, floats)
                     else:
                         matmul.multiply_panel(native, mine, at, following, sums)
                 if tiled:
@@ -173,10 +181,14 @@ def layer_kernel(tiled: bool, native: bool) -> Launch:
             mine.weight = job.down + expert * job.down_bytes
             mine.bias = job.down_bias + 2 * expert * job.num_outputs if job.down_bias != 0 else 0
             mine.compact = job.down_compact + expert * job.down_compact_bytes
+            if widens:
+                matmul.widen(hidden, floats, (end - first) * job.width)
             for panel in range(job.num_outputs // PANEL):
                 following = min(panel + 1, job.num_outputs // PANEL - 1)
                 if tiled:
                     configured = experts.multiply_tiled(native, mine, panel, following, sums, job.configs, configured)
+                elif widens:
+                    matmul.multiply_panel_floats(mine, panel, following, sums, floats)
                 else:
                     matmul.multiply_panel(native, mine, panel, following, sums)
             if tiled:

@@ -419,6 +419,13 @@ def multiply_panel(native: bool, job: Any, panel: int, next_panel: int, sums: in
 
 
 @helper
+def multiply_panel_floats(job: Any, panel: int, next_panel: int, sums: int, floats: int) -> None:
+    """Do what `multiply_panel` does by `multiply_floats`."""
+    next_weight = panel_address(job.weight, job.num_inputs, next_panel)
+    multiply_floats(job, 0, job.num_tokens, panel, sums, next_weight, floats)
+
+
+@helper
 def panel_address(weight: int, num_inputs: int, panel: int) -> int:
     """Return the address of a panel of a weight."""
     return weight + panel * PANEL * 2 * num_inputs
