@@ -54,8 +54,8 @@ from .simd import (
     store,
 )
 
-# Queries that share a loaded register, at most, so that their sums fit the registers: AVX2 has half as many, of half the
-# size (Zen 3: with 8 queries, and two sums for each, rows of 1,000 tokens took 1.4 to 1.8 times as long).
+# Queries that share a loaded register, at most, so that their sums fit the registers. AVX2 has half as many, of half
+# the size: with 8 queries, and two sums for each, rows of 1,000 tokens took 1.4 to 1.8 times as long (Zen 3).
 MOST_QUERIES = 8 if REGISTER_LANES == 16 else 4
 TILE_KEYS = 64  # keys between two updates of the running maximum; a multiple of every page size
 
