@@ -167,10 +167,8 @@ def layer_kernel(tiled: bool, native: bool) -> Launch:
                     mine.out = pairs + 2 * PANEL * (side - at)
                     if tiled:
                         configured = experts.multiply_tiled(native, mine, at, following, sums, job.configs, configured)
-                    elif widens:
-                        matmul.multiply_panel_floats(mine, at, following, sums, floats)
                     else:
-                        matmul.multiply_panel(native, mine, at, following, sums)
+                        matmul.multiply_panel(native, mine, at, following, sums, floats)
                 if tiled:
                     matmul.write_pending(native, sums)
                 source, target = pointer(BFLOAT16, pairs), pointer(BFLOAT16, hidden)
@@ -187,10 +185,8 @@ def layer_kernel(tiled: bool, native: bool) -> Launch:
                 following = min(panel + 1, job.num_outputs // PANEL - 1)
                 if tiled:
                     configured = experts.multiply_tiled(native, mine, panel, following, sums, job.configs, configured)
-                elif widens:
-                    matmul.multiply_panel_floats(mine, panel, following, sums, floats)
                 else:
-                    matmul.multiply_panel(native, mine, panel, following, sums)
+                    matmul.multiply_panel(native, mine, panel, following, sums, floats)
             if tiled:
                 matmul.write_pending(native, sums)
             # in one piece: panels would write a line of each row at a time, and wait for memory

@@ -411,18 +411,17 @@ def _pair_kernel(native: bool) -> Launch:
 
 
 @helper
-def multiply_panel(native: bool, job: Any, panel: int, next_panel: int, sums: int) -> None:
-    """Multiply all tokens with a panel as `multiply_pairs` does; another panel of the weight is fetched meanwhile."""
-    next_weight = panel_address(job.weight, job.num_inputs, next_panel)
-    next_tile = first_tile(job.compact, next_panel, job.num_inputs // PANEL)
-    multiply_pairs(native, job, 0, job.num_tokens, panel, sums, next_weight, next_tile)
+def multiply_panel(native: bool, job: Any, panel: int, next_panel: int, sums: int, floats: int) -> None:
+    """Multiply all tokens with a panel without AMX; another panel of the weight is fetched meanwhile.
 
-
-@helper
-def multiply_panel_floats(job: Any, panel: int, next_panel: int, sums: int, floats: int) -> None:
-    """Do what `multiply_panel` does by `multiply_floats`."""
+    `floats`: address of the inputs in float32, see `widen`; not read if `native`.
+    """
     next_weight = panel_address(job.weight, job.num_inputs, next_panel)
-    multiply_floats(job, 0, job.num_tokens, panel, sums, next_weight, floats)
+    if native:
+        next_tile = first_tile(job.compact, next_panel, job.num_inputs // PANEL)
+        multiply_pairs(native, job, 0, job.num_tokens, panel, sums, next_weight, next_tile)
+    else:
+        multiply_floats(job, 0, job.num_tokens, panel, sums, next_weight, floats)
 
 
 @helper
