@@ -39,7 +39,10 @@ def settle(touch: PagePrefaulter) -> None:
 
 @pytest.fixture
 def pages() -> KVPages:
-    """Pages in mappings of their own: after a test that loads a model, the C library may reuse memory of any size."""
+    """Return pages in mappings of their own.
+
+    After a test that loads a model, the C library may reuse memory of any size.
+    """
     k_shape, v_shape = (LAYERS, 20_000, HEADS, DIM, SIZE), (LAYERS, 20_000, HEADS, SIZE, DIM)
     k, v = (
         torch.frombuffer(mmap.mmap(-1, 2 * math.prod(shape)), dtype=torch.bfloat16).view(shape)

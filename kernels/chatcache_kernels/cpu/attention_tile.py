@@ -55,8 +55,8 @@ from .simd import (
 )
 
 # Queries that share a loaded register, at most, so that their sums fit the registers. AVX2 has half as many, of half
-# the size: with 8 queries, and two sums for each, rows of 1,000 tokens took 1.4 to 1.8 times as long (Zen 3).
-MOST_QUERIES = 8 if REGISTER_LANES == 16 else 4
+# the size: with 8 queries, and two sums for each, 32 rows of 1,000 tokens took 1.4 times as long (Zen 3).
+MAX_LOAD_QUERIES = 8 if REGISTER_LANES == 16 else 4
 TILE_KEYS = 64  # keys between two updates of the running maximum; a multiple of every page size
 
 
@@ -70,13 +70,13 @@ def score_page(
     `base`, `soon`: offsets in `k` of the page and of the page to prefetch. The scores of the page's tokens go to the
     columns of `scores` from `part` on. Shapes: q as in the scratch, scores [M, TILE_KEYS].
     """
-    wide, words = num // MOST_QUERIES * MOST_QUERIES, dim // 2 if pairs else dim  # of a query
+    wide, words = num // MAX_LOAD_QUERIES * MAX_LOAD_QUERIES, dim // 2 if pairs else dim  # of a query
     for t in range(0, size, num_lanes(zero)):
         at, column = base + t, part + t
-        for m in range(0, wide, MOST_QUERIES):
+        for m in range(0, wide, MAX_LOAD_QUERIES):
             first, score = m * words, m * TILE_KEYS + column
             score_queries(
-                zero, pairs, MOST_QUERIES, k, at, size, soon + t, q, first, words, scores, score, dim // 4, scale
+                zero, pairs, MAX_LOAD_QUERIES, k, at, size, soon + t, q, first, words, scores, score, dim // 4, scale
             )
         if wide < num:
             first, score = wide * words, wide * TILE_KEYS + column
@@ -223,14 +223,14 @@ def accumulate_values(
     `tile`: see `attention_decode.tile_pages`. `count`: the tile's tokens. Shapes: scores [M, TILE_KEYS] (weights), acc
     [M, D].
     """
-    dim, size, lanes, wide = job.head_dim, job.page_size, num_lanes(zero), num // MOST_QUERIES * MOST_QUERIES
+    dim, size, lanes, wide = job.head_dim, job.page_size, num_lanes(zero), num // MAX_LOAD_QUERIES * MAX_LOAD_QUERIES
     pages, _, head, soon_pages, num_soon, soon_head = tile
     stride, at, soon = job.num_kv_heads * size * dim, (head + h) * size * dim, (soon_head + h) * size * dim
-    for m in range(0, wide, MOST_QUERIES):
+    for m in range(0, wide, MAX_LOAD_QUERIES):
         for d in range(0, dim, lanes):
             weigh_values(
-                zero, pairs, MOST_QUERIES, 1, v, pages, at + d, soon_pages, num_soon, soon + 2 * d, stride, size, dim,
-                scores, m * TILE_KEYS, acc, m * dim + d, count,
+                zero, pairs, MAX_LOAD_QUERIES, 1, v, pages, at + d, soon_pages, num_soon, soon + 2 * d, stride, size,
+                dim, scores, m * TILE_KEYS, acc, m * dim + d, count,
             )  # fmt: skip
     if wide < num:
         even = dim // (2 * lanes) * 2 * lanes
