@@ -356,10 +356,11 @@ def test_deleted_conversation_is_not_readable_offline(installed: RecordedPage) -
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A server of the built page alone, and its folder, to change the build."""
+    """A server of the built page alone, and the link to its folder, to change the build."""
     require(BUILT_PAGE.is_file(), "the built page", "make web")
+    shutil.copytree(BUILT_PAGE.parent, tmp_path / "first")
     folder = tmp_path / "site"
-    shutil.copytree(BUILT_PAGE.parent, folder)
+    folder.symlink_to("first")
     handler = functools.partial(_Quiet, directory=str(folder))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -392,8 +393,13 @@ def test_new_build_replaces_the_stored_one(site: tuple[str, Path], browser: Any)
     context.close()
 
 
-def _new_build(folder: Path) -> None:
-    """Write another build: a page with another text and entry file, without the files of the first."""
+def _new_build(site: Path) -> None:
+    """Serve another build: a page with another text and entry file, without the files of the first.
+
+    The browser checks the service worker for updates whenever it likes, so the builds are exchanged in one operation.
+    """
+    folder = site.with_name("second")
+    shutil.copytree(site, folder)
     index, worker = folder / "index.html", folder / "sw.js"
     entry = re.search(r"assets/index-[\w-]+\.js", index.read_text())
     assert entry is not None
@@ -405,6 +411,9 @@ def _new_build(folder: Path) -> None:
         each.write_text(each.read_text().replace(Path(entry[0]).name, "index-second.js"))
     index.write_text(index.read_text().replace("Chat with shared KV pages", "second build"))
     worker.write_text(re.sub(r'"version":"\w+"', '"version":"second"', worker.read_text()))
+    link = site.with_name("link")
+    link.symlink_to(folder.name)
+    link.replace(site)
 
 
 @pytest.fixture(scope="module")
