@@ -166,8 +166,9 @@ def format_size(num_bytes: float) -> str:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a configuration file, with the names of its settings as written.
+    """Read a configuration file: names as written, and values as text or lists of text, as in environment variables.
 
+    As text, a value of another type is refused with the value that was written, and not converted: `port = 80.5`, true.
     A missing file has no settings. Raises: InvalidRequestError, naming the file, if it is not flat TOML.
     """
     if not path.exists():
@@ -178,7 +179,14 @@ def read_config_file(path: Path) -> dict[str, Any]:
             raise InvalidRequestError(
                 f"{path}: [{name}] is a table; put settings at the top level, named like the flags"
             )
-    return settings
+    return {name: _as_text(value) for name, value in settings.items()}
+
+
+def _as_text(value: Any) -> str | list[str]:
+    """Return a TOML value as it is written on a command line; a list as the values of a repeated flag."""
+    if isinstance(value, list):
+        return [str(_as_text(each)) for each in value]
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

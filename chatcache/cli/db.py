@@ -52,7 +52,7 @@ File = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, show_defau
 
 
 @app.command()
-def backup(file: File, db: options.Db = DB, redis: NoRedis = "", force: Force = False) -> None:
+def backup(file: File, db: options.DbFile = DB, redis: NoRedis = "", force: Force = False) -> None:
     """Copy the SQLite file of --db and check the copy.
 
     To restore: stop the server, replace the file of --db by FILE, remove its -wal and -shm files. For a Redis server,
@@ -73,7 +73,7 @@ def backup(file: File, db: options.Db = DB, redis: NoRedis = "", force: Force = 
 
 @app.command("export")
 def export_(
-    context: typer.Context, file: File, db: options.Db = DB, redis: options.RedisUrl = "", force: Force = False
+    context: typer.Context, file: File, db: options.DbFile = DB, redis: options.RedisUrl = "", force: Force = False
 ) -> None:
     """Write the conversations of all owners, with token ids, to a file of JSON lines.
 
@@ -94,7 +94,7 @@ def export_(
 
 
 @app.command("import")
-def import_(context: typer.Context, file: File, db: options.Db = DB, redis: options.RedisUrl = "") -> None:
+def import_(context: typer.Context, file: File, db: options.DbFile = DB, redis: options.RedisUrl = "") -> None:
     """Add the conversations of an exported file that are not in the store.
 
     Existing data is not changed. The whole file is checked first; nothing is added from a damaged one. Exit code 1 if a
@@ -133,7 +133,7 @@ def assign_owner(
     context: typer.Context,
     tenant: Annotated[str, typer.Option("--tenant", help="Tenant that becomes the owner.", show_default=False)],
     user: Annotated[str, typer.Option("--user", help="User of the tenant; default: the tenant itself.")] = "",
-    db: options.Db = DB,
+    db: options.DbFile = DB,
     redis: options.RedisUrl = "",
 ) -> None:
     """Assign the conversations that were created before the server had keys to an owner.

@@ -62,7 +62,7 @@ def create(
         int | None, _limit("max-concurrent", "Candidates that run or wait at the same time.")
     ] = None,
     tokens_per_day: Annotated[int | None, _limit("tokens-per-day", "Computed tokens per day (UTC).")] = None,
-    db: options.Db = DB,
+    db: options.DbFile = DB,
     redis: options.RedisUrl = "",
     as_json: Json = False,
 ) -> None:
@@ -125,7 +125,7 @@ def _print_notes(record: KeyRecord, db: str, redis: str, *, is_first: bool) -> N
 
 
 @app.command("list")
-def list_(context: typer.Context, db: options.Db = DB, redis: options.RedisUrl = "", as_json: Json = False) -> None:
+def list_(context: typer.Context, db: options.DbFile = DB, redis: options.RedisUrl = "", as_json: Json = False) -> None:
     """List all keys, including revoked ones, without their secrets.
 
     With --json, each key is one JSON object on its own line; without keys nothing is printed.
@@ -156,7 +156,7 @@ def revoke(
     key_id: Annotated[
         str, typer.Argument(metavar="ID", help="Id of the key, as shown by `list`: key_...", show_default=False)
     ],
-    db: options.Db = DB,
+    db: options.DbFile = DB,
     redis: options.RedisUrl = "",
     as_json: Json = False,
 ) -> None:

@@ -139,6 +139,12 @@ def _db(text: Any) -> str:
     return str(text)
 
 
+def _db_file(text: Any) -> str:
+    if text == ":memory:":  # of servers: it would be lost at the end of a command
+        raise typer.BadParameter("must name a file.")
+    return _db(text)
+
+
 def _redis_url(text: str) -> str:
     try:
         url = _insert_password(text)
@@ -361,6 +367,7 @@ ApiKey = Annotated[
     list[str], _flag("api-key", "API key that clients must send; may be given several times.", show_default=False)
 ]
 Db = Annotated[str, _flag("db", "SQLite file of the conversations.", parser=_db, metavar="TEXT")]
+DbFile = Annotated[str, _flag("db", "SQLite file of the conversations.", parser=_db_file, metavar="TEXT")]
 RedisUrl = Annotated[
     str,
     _flag(

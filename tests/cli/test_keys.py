@@ -122,10 +122,11 @@ def test_list_shows_limits_and_revocation(store: tuple[str, str]) -> None:
         (["create", "--tenant", "a", "--user", "a b"], "--user"),
         (["create", "--tenant", "a", "--max-concurrent", "0"], "--max-concurrent"),
         (["create", "--tenant", "a", "--tokens-per-day", "9" * 20], "--tokens-per-day"),
+        (["create", "--tenant", "a", "--db", ":memory:"], "--db"),
     ],
 )
 def test_create_refuses_invalid_values_by_flag(tmp_path: Path, args: list[str], hint: str) -> None:
-    result = call(*args, "--db", str(tmp_path / "chat.db"))
+    result = call(*args[:1], "--db", str(tmp_path / "chat.db"), *args[1:])
     assert result.exit_code == 2 and hint in result.stderr
     assert not (tmp_path / "chat.db").exists()
 

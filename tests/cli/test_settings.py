@@ -299,6 +299,8 @@ def test_invalid_value_is_refused_by_flag_name(seen: Seen, name: str, value: str
         ("[serve]\nport = 1", "[serve] is a table"),
         ("port = ", "Invalid"),
         ("port = 70000", "--port"),
+        ("port = 80.5", "'80.5' is not a whole number"),
+        ("port = true", "'true' is not a whole number"),
         ('kv-memory = "lots"', "--kv-memory"),
     ],
 )
