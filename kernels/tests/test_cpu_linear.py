@@ -210,6 +210,18 @@ def test_bf16_multiply_of_several_blocks_of_tokens_equals_torch(unit: str) -> No
     assert bool(((got.double() - expected).abs() <= expected.abs() * 2.0**-8 + size * 2.0**-20).all())
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bf16_multiply_of_one_token_by_many_panels_equals_torch(threads: int) -> None:
+    torch.set_num_threads(threads)
+    num_outputs = 32 * (5 * matmul.MIN_SHARES * threads + 3)  # the last share has fewer panels
+    x, weight = torch.randn(1, 64).bfloat16(), torch.randn(num_outputs, 64).bfloat16()
+    got = matmul.multiply(x, matmul.pack_weight(weight), None, "floats")
+    expected = x.double() @ weight.double().T
+    size = x.double().abs() @ weight.double().abs().T
+    assert bool(((got.double() - expected).abs() <= expected.abs() * 2.0**-8 + size * 2.0**-20).all())
+
+
 @pytest.mark.parametrize("unit", ["floats", *PAIRS])
 def test_bf16_multiply_does_not_depend_on_other_tokens(unit: str) -> None:
     x, weight, bias = make_bf16_layer(11, 96, 160)

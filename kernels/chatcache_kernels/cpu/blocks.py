@@ -329,7 +329,7 @@ class BlockDecoder:
             matmul.multiply_kernel(), matmul.MATMUL_JOB, x=x, weight=linear.weight, out=out, scratch=self._scratch,
             bias=0 if linear.bias is None else linear.bias, num_inputs=linear.num_inputs,
             num_outputs=linear.num_outputs, compact=0 if linear.compact is None else linear.compact,
-            scratch_bytes_per_thread=self._scratch_bytes,
+            scratch_bytes_per_thread=self._scratch_bytes, num_threads=self._num_threads,
         )  # fmt: skip
 
     def _norm(self, weight: Tensor, *, is_first: bool = False) -> None:

@@ -275,7 +275,7 @@ class MegakernelDecoder:
         scratch = self._buffers.scratch.data_ptr()
         launch, layout = matmul.multiply_kernel(), matmul.MATMUL_JOB
         if panels[0].scales is None:
-            layers["scratch_bytes_per_thread"] = self._weights.scratch_bytes
+            layers |= {"scratch_bytes_per_thread": self._weights.scratch_bytes, "num_threads": self._num_threads}
             layers["compact"] = [0 if each.compact is None else each.compact.data_ptr() for each in panels]
         else:
             layers["scales"] = [each.scales.data_ptr() for each in panels if each.scales is not None]
