@@ -255,6 +255,32 @@ describe("Chat", () => {
     expect(systemPrompt.value).toBe("Be brief.");
   });
 
+  it("keeps changed settings of a conversation that is opened again while they are being saved", async () => {
+    const stored = { id: "conv_1", updated_at: 1, rev: 2, active_leaf: null, metadata: { system: "Be brief." } };
+    replies["/v1/conversations/conv_1"] = stored;
+    replies["/v1/conversations/conv_1/items"] = replies["/v1/conversations/conv_2/items"] = { data: [] };
+    replies["/v1/conversations/conv_2"] = { ...stored, id: "conv_2", metadata: {} };
+    await chat.open("conv_1");
+    systemPrompt.value = "Be long.";
+    let save = () => {};
+    const reply = { ...stored, rev: 3, metadata: { system: "Be long." } };
+    const saved = new Promise((resolve) => {
+      save = () => resolve({ ok: true, status: 200, json: () => Promise.resolve(reply) });
+    });
+    const immediate = fetch as unknown as (url: URL, init: RequestInit) => Promise<unknown>;
+    vi.stubGlobal("fetch", (url: URL, init: RequestInit) => (init.method === "POST" ? saved : immediate(url, init)));
+    await chat.open("conv_2");
+    expect(systemPrompt.value).toBe("");
+    await chat.open("conv_1");
+    expect(systemPrompt.value).toBe("Be long.");
+    save();
+    await vi.advanceTimersByTimeAsync(1000);
+    expect([systemPrompt.value, chat.conversations.find("conv_1")!.rev]).toEqual(["Be long.", 3]);
+    await chat.open("conv_2");
+    await chat.open("conv_1");
+    expect(systemPrompt.value).toBe("Be long.");
+  });
+
   it("shows the stored answer if the response cannot be resumed after a reconnect", async () => {
     chat.send("One");
     const stream_id = streamId();

@@ -108,16 +108,17 @@ interface MetadataWriter {
 
 export class SettingsSync {
   private pending: PendingSave | null = null;
-  private writing: Promise<void> | null = null;
+  private writing = Promise.resolve();
+  private readonly unsaved = new Map<string, ConversationSettings>(); // by conversation, while they are being saved
   private savedState = ""; // the settings that are stored already, as JSON
 
   constructor(private readonly conversations: MetadataWriter) {
     addEventListener("pagehide", () => void this.flush());
   }
 
-  /** Apply the settings stored with a conversation. */
+  /** Apply the settings of a conversation: those being saved, or the stored ones. */
   apply(head: WireConversation | undefined): void {
-    const { system, sampling: stored } = readSettings(head?.metadata);
+    const { system, sampling: stored } = this.unsaved.get(head?.id ?? "") ?? readSettings(head?.metadata);
     this.savedState = "applying";
     batch(() => {
       systemPrompt.value = system;
@@ -151,23 +152,26 @@ export class SettingsSync {
   }
 
   /** Save pending changes now, and wait until all are saved. */
-  async flush(): Promise<void> {
-    const pending = this.pending;
-    if (!pending) return (await this.writing) ?? undefined;
-    clearTimeout(pending.timer);
-    this.pending = null;
-    this.savedState = JSON.stringify(pending.settings);
-    const writing = this.conversations.changeMetadata(pending.id, (metadata) =>
-      withSettings(metadata, pending.settings),
-    );
-    this.writing = writing;
-    await writing;
-    if (this.writing === writing) this.writing = null;
+  flush(): Promise<void> {
+    if (this.pending) {
+      const { id, settings, timer } = this.pending;
+      clearTimeout(timer);
+      this.pending = null;
+      this.savedState = JSON.stringify(settings);
+      this.writing = this.write(id, settings);
+    }
+    return this.writing;
+  }
+
+  private async write(id: string, settings: ConversationSettings): Promise<void> {
+    this.unsaved.set(id, settings);
+    await this.conversations.changeMetadata(id, (metadata) => withSettings(metadata, settings));
+    if (this.unsaved.get(id) === settings) this.unsaved.delete(id);
   }
 
   /** Apply settings changed by another tab, unless own changes are pending. */
   applyRemote(before: WireConversation | undefined, now: WireConversation): void {
-    if (this.pending || this.writing || !before || before.rev > now.rev) return;
+    if (this.pending || this.unsaved.has(now.id) || !before || before.rev > now.rev) return;
     if (JSON.stringify(readSettings(before.metadata)) !== JSON.stringify(readSettings(now.metadata))) this.apply(now);
   }
 }
