@@ -76,9 +76,7 @@ export function withPin(metadata: Metadata | null | undefined, pinned: boolean):
 }
 
 export function sameMetadata(a: Metadata | null | undefined, b: Metadata | null | undefined): boolean {
-  const text = (metadata: Metadata | null | undefined) =>
-    JSON.stringify(Object.entries(metadata ?? {}).sort(([x], [y]) => (x < y ? -1 : 1)));
-  return text(a) === text(b);
+  return Object.keys({ ...a, ...b }).every((key) => a?.[key] === b?.[key]);
 }
 
 /** Read sampling settings, which another client may have written. */
