@@ -1,5 +1,5 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { autoTitle, DEFAULT_SAMPLING, parseSchema, sampling, systemPrompt } from "../src/app/settings";
+import { autoTitle, DEFAULT_SAMPLING, defaultSystem, parseSchema, sampling, systemPrompt } from "../src/app/settings";
 import type { Attachment } from "../src/chat/attachments";
 import { Chat } from "../src/chat/chat";
 import { QUESTION_EDITOR } from "../src/chat/drafts";
@@ -253,6 +253,46 @@ describe("Chat", () => {
     expect(sent()).not.toHaveProperty("instructions");
     await chat.open("conv_1");
     expect(systemPrompt.value).toBe("Be brief.");
+  });
+
+  it("stores the settings of a new conversation that is left before the server has created it", async () => {
+    const other = { id: "conv_2", updated_at: 1, rev: 2, active_leaf: null, metadata: { system: "Be long." } };
+    replies["/v1/conversations/conv_2"] = other;
+    replies["/v1/conversations/conv_2/items"] = { data: [] };
+    replies["/v1/conversations/conv_1"] = { ...other, id: "conv_1", metadata: { system: "Be brief." } };
+    systemPrompt.value = "Be brief.";
+    chat.send("One");
+    const frame = sent();
+    await chat.open("conv_2");
+    expect(systemPrompt.value).toBe("Be long.");
+    FakeSocket.last.sent.push(frame); // the request that `reply` answers
+    reply(["first"]);
+    await chat.open("conv_1");
+    expect([systemPrompt.value, texts()]).toEqual(["Be brief.", ["One", "first"]]);
+    const saves = calls.filter(({ method }) => method === "POST");
+    expect(saves.map(({ path, body }) => [path, body])).toEqual([
+      ["/v1/conversations/conv_1", { metadata: { system: "Be brief." } }],
+    ]);
+  });
+
+  it("keeps the settings chosen for a new conversation while another one is shown", async () => {
+    const other = { id: "conv_2", updated_at: 1, rev: 2, active_leaf: null, metadata: {} };
+    replies["/v1/conversations/conv_2"] = other;
+    replies["/v1/conversations/conv_2/items"] = { data: [] };
+    systemPrompt.value = "Be brief.";
+    for (const _ of [1, 2]) {
+      await chat.open("conv_2");
+      expect(systemPrompt.value).toBe("");
+      chat.newConversation();
+      expect(systemPrompt.value).toBe("Be brief.");
+    }
+    chat.newConversation(); // again: it starts afresh
+    expect(systemPrompt.value).toBe("");
+    await chat.open("conv_2");
+    defaultSystem.value = "Be polite.";
+    chat.newConversation();
+    expect(systemPrompt.value).toBe("Be polite.");
+    defaultSystem.value = "";
   });
 
   it("keeps changed settings of a conversation that is opened again while they are being saved", async () => {

@@ -7,18 +7,18 @@ import { withoutDefaults } from "../app/rareSampling";
 import {
   DEFAULT_SAMPLING,
   defaultSampling,
+  defaultSystem,
   parseSampling,
   type Sampling,
   sameSampling,
   sampling,
-  startFromDefaults,
   systemPrompt,
 } from "../app/settings";
 
 export type Metadata = Readonly<Record<string, string>>;
 
 /** System prompt and sampling of a conversation. */
-interface ConversationSettings {
+export interface ConversationSettings {
   readonly system: string;
   readonly sampling: Sampling | null; // null: the defaults of the browser
 }
@@ -116,7 +116,16 @@ export class SettingsSync {
 
   /** Apply the settings of a conversation: those being saved, or the stored ones. */
   apply(head: WireConversation | undefined): void {
-    const { system, sampling: stored } = this.unsaved.get(head?.id ?? "") ?? readSettings(head?.metadata);
+    this.show(this.unsaved.get(head?.id ?? "") ?? readSettings(head?.metadata));
+  }
+
+  /** Apply the settings that a new conversation was left with, or the defaults. */
+  applyNew(left: ConversationSettings | null): void {
+    void this.flush();
+    this.show(left ?? { system: defaultSystem.value, sampling: null });
+  }
+
+  private show({ system, sampling: stored }: ConversationSettings): void {
     this.savedState = "applying";
     batch(() => {
       systemPrompt.value = system;
@@ -125,17 +134,11 @@ export class SettingsSync {
     this.savedState = JSON.stringify(currentSettings());
   }
 
-  /** Apply the defaults to a new conversation. */
-  applyDefaults(): void {
-    void this.flush();
-    startFromDefaults();
-  }
-
-  /** Store the current settings with a conversation that has just been created. */
-  attach(id: string): void {
-    this.savedState = JSON.stringify({ system: "", sampling: null });
-    this.scheduleSave(id);
-    void this.flush();
+  /** Store the settings of a conversation that has just been created: the current ones, or those it was left with. */
+  attach(id: string, left: ConversationSettings | null): void {
+    const settings = left ?? currentSettings();
+    if (!left) this.savedState = JSON.stringify(settings);
+    this.writing = this.write(id, settings);
   }
 
   /** Schedule saving the settings if they changed. */
@@ -175,7 +178,7 @@ export class SettingsSync {
 }
 
 /** Settings of the shown conversation. Sampling is not stored while it equals the built-in defaults. */
-function currentSettings(): ConversationSettings {
+export function currentSettings(): ConversationSettings {
   const plain = sameSampling(sampling.value, DEFAULT_SAMPLING) && sameSampling(defaultSampling.value, DEFAULT_SAMPLING);
   return { system: systemPrompt.value, sampling: plain ? null : sampling.value };
 }
