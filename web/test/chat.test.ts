@@ -776,6 +776,49 @@ describe("Chat", () => {
       expect(calls.filter(({ path }) => path === "/v1/responses")).toEqual([]);
     });
 
+    describe("and that a busy server refuses", () => {
+      const refuse = (status = 503) =>
+        FakeSocket.last.push({ type: "error", status, error: { message: "loading" }, stream_id: first.stream_id });
+      const requests = () => FakeSocket.last.sent.filter(({ type }) => type === "response.create");
+
+      beforeEach(() => refuse());
+
+      it("is sent again until the server accepts it", async () => {
+        expect([leaf().status.value, requests().length]).toEqual(["waiting", 1]);
+        await vi.advanceTimersByTimeAsync(1000);
+        refuse();
+        await vi.advanceTimersByTimeAsync(1000);
+        expect(requests()).toEqual([first, first, first]);
+        FakeSocket.last.sent.push(first); // the request that `reply` answers
+        reply(["answer"]);
+        expect([leaf().status.value, texts()]).toEqual(["done", ["One", "answer"]]);
+        await vi.advanceTimersByTimeAsync(2000);
+        expect(requests().length).toBe(4);
+      });
+
+      it("is sent once on a new connection", async () => {
+        FakeSocket.last.close();
+        FakeSocket.last.onclose = null;
+        chat.socket.retryNow();
+        FakeSocket.last.open();
+        await vi.advanceTimersByTimeAsync(2000);
+        expect(requests()).toEqual([first]);
+      });
+
+      it("fails when it is refused after a stop", async () => {
+        chat.stop();
+        await vi.advanceTimersByTimeAsync(1000);
+        refuse();
+        expect([leaf().status.value, chat.live.value]).toEqual(["error", null]);
+      });
+
+      it("fails with an error that does not pass", async () => {
+        await vi.advanceTimersByTimeAsync(1000);
+        refuse(400);
+        expect(leaf().error.value).toBe("loading");
+      });
+    });
+
     it("is shown as it is stored if its events have expired", async () => {
       const stored = { status: "completed", response_id: "resp_1", index: 0, num_tokens: 1, created_at: 0 };
       const content = (text: string) => [{ type: "text", text }];
