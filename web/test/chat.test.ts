@@ -1,5 +1,5 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
-import { autoTitle, DEFAULT_SAMPLING, parseSchema, sampling, systemPrompt } from "../src/app/settings";
+import { autoTitle, DEFAULT_SAMPLING, defaultSystem, parseSchema, sampling, systemPrompt } from "../src/app/settings";
 import type { Attachment } from "../src/chat/attachments";
 import { Chat } from "../src/chat/chat";
 import { QUESTION_EDITOR } from "../src/chat/drafts";
@@ -253,6 +253,72 @@ describe("Chat", () => {
     expect(sent()).not.toHaveProperty("instructions");
     await chat.open("conv_1");
     expect(systemPrompt.value).toBe("Be brief.");
+  });
+
+  it("stores the settings of a new conversation that is left before the server has created it", async () => {
+    const other = { id: "conv_2", updated_at: 1, rev: 2, active_leaf: null, metadata: { system: "Be long." } };
+    replies["/v1/conversations/conv_2"] = other;
+    replies["/v1/conversations/conv_2/items"] = { data: [] };
+    replies["/v1/conversations/conv_1"] = { ...other, id: "conv_1", metadata: { system: "Be brief." } };
+    systemPrompt.value = "Be brief.";
+    chat.send("One");
+    const frame = sent();
+    await chat.open("conv_2");
+    expect(systemPrompt.value).toBe("Be long.");
+    FakeSocket.last.sent.push(frame); // the request that `reply` answers
+    reply(["first"]);
+    await chat.open("conv_1");
+    expect([systemPrompt.value, texts()]).toEqual(["Be brief.", ["One", "first"]]);
+    const saves = calls.filter(({ method }) => method === "POST");
+    expect(saves.map(({ path, body }) => [path, body])).toEqual([
+      ["/v1/conversations/conv_1", { metadata: { system: "Be brief." } }],
+    ]);
+  });
+
+  it("keeps the settings chosen for a new conversation while another one is shown", async () => {
+    const other = { id: "conv_2", updated_at: 1, rev: 2, active_leaf: null, metadata: {} };
+    replies["/v1/conversations/conv_2"] = other;
+    replies["/v1/conversations/conv_2/items"] = { data: [] };
+    systemPrompt.value = "Be brief.";
+    for (const _ of [1, 2]) {
+      await chat.open("conv_2");
+      expect(systemPrompt.value).toBe("");
+      chat.newConversation();
+      expect(systemPrompt.value).toBe("Be brief.");
+    }
+    chat.newConversation(); // again: it starts afresh
+    expect(systemPrompt.value).toBe("");
+    await chat.open("conv_2");
+    defaultSystem.value = "Be polite.";
+    chat.newConversation();
+    expect(systemPrompt.value).toBe("Be polite.");
+    defaultSystem.value = "";
+  });
+
+  it("keeps changed settings of a conversation that is opened again while they are being saved", async () => {
+    const stored = { id: "conv_1", updated_at: 1, rev: 2, active_leaf: null, metadata: { system: "Be brief." } };
+    replies["/v1/conversations/conv_1"] = stored;
+    replies["/v1/conversations/conv_1/items"] = replies["/v1/conversations/conv_2/items"] = { data: [] };
+    replies["/v1/conversations/conv_2"] = { ...stored, id: "conv_2", metadata: {} };
+    await chat.open("conv_1");
+    systemPrompt.value = "Be long.";
+    let save = () => {};
+    const reply = { ...stored, rev: 3, metadata: { system: "Be long." } };
+    const saved = new Promise((resolve) => {
+      save = () => resolve({ ok: true, status: 200, json: () => Promise.resolve(reply) });
+    });
+    const immediate = fetch as unknown as (url: URL, init: RequestInit) => Promise<unknown>;
+    vi.stubGlobal("fetch", (url: URL, init: RequestInit) => (init.method === "POST" ? saved : immediate(url, init)));
+    await chat.open("conv_2");
+    expect(systemPrompt.value).toBe("");
+    await chat.open("conv_1");
+    expect(systemPrompt.value).toBe("Be long.");
+    save();
+    await vi.advanceTimersByTimeAsync(1000);
+    expect([systemPrompt.value, chat.conversations.find("conv_1")!.rev]).toEqual(["Be long.", 3]);
+    await chat.open("conv_2");
+    await chat.open("conv_1");
+    expect(systemPrompt.value).toBe("Be long.");
   });
 
   it("shows the stored answer if the response cannot be resumed after a reconnect", async () => {
@@ -708,6 +774,49 @@ describe("Chat", () => {
       FakeSocket.last.push({ type: "error", status: 429, error, stream_id: streamId() });
       expect([leaf().status.value, leaf().error.value]).toEqual(["error", "Too many requests"]);
       expect(calls.filter(({ path }) => path === "/v1/responses")).toEqual([]);
+    });
+
+    describe("and that a busy server refuses", () => {
+      const refuse = (status = 503) =>
+        FakeSocket.last.push({ type: "error", status, error: { message: "loading" }, stream_id: first.stream_id });
+      const requests = () => FakeSocket.last.sent.filter(({ type }) => type === "response.create");
+
+      beforeEach(() => refuse());
+
+      it("is sent again until the server accepts it", async () => {
+        expect([leaf().status.value, requests().length]).toEqual(["waiting", 1]);
+        await vi.advanceTimersByTimeAsync(1000);
+        refuse();
+        await vi.advanceTimersByTimeAsync(1000);
+        expect(requests()).toEqual([first, first, first]);
+        FakeSocket.last.sent.push(first); // the request that `reply` answers
+        reply(["answer"]);
+        expect([leaf().status.value, texts()]).toEqual(["done", ["One", "answer"]]);
+        await vi.advanceTimersByTimeAsync(2000);
+        expect(requests().length).toBe(4);
+      });
+
+      it("is sent once on a new connection", async () => {
+        FakeSocket.last.close();
+        FakeSocket.last.onclose = null;
+        chat.socket.retryNow();
+        FakeSocket.last.open();
+        await vi.advanceTimersByTimeAsync(2000);
+        expect(requests()).toEqual([first]);
+      });
+
+      it("fails when it is refused after a stop", async () => {
+        chat.stop();
+        await vi.advanceTimersByTimeAsync(1000);
+        refuse();
+        expect([leaf().status.value, chat.live.value]).toEqual(["error", null]);
+      });
+
+      it("fails with an error that does not pass", async () => {
+        await vi.advanceTimersByTimeAsync(1000);
+        refuse(400);
+        expect(leaf().error.value).toBe("loading");
+      });
     });
 
     it("is shown as it is stored if its events have expired", async () => {

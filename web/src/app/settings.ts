@@ -76,14 +76,6 @@ export function setSampling(change: Partial<Sampling>): void {
   sampling.value = { ...sampling.value, ...change };
 }
 
-/** Apply the defaults to a new conversation. */
-export function startFromDefaults(): void {
-  batch(() => {
-    sampling.value = defaultSampling.value;
-    systemPrompt.value = defaultSystem.value;
-  });
-}
-
 /** Make the settings of this conversation the defaults. */
 export function makeDefaults(): void {
   batch(() => {
@@ -95,6 +87,11 @@ export function makeDefaults(): void {
 export function sameSampling(a: Sampling, b: Sampling): boolean {
   const names = Object.keys(DEFAULT_SAMPLING) as (keyof Sampling)[];
   return names.every((name) => a[name] === b[name] || JSON.stringify(a[name]) === JSON.stringify(b[name]));
+}
+
+/** Whether the settings of this conversation are the defaults. */
+export function hasDefaults(): boolean {
+  return sameSampling(sampling.value, defaultSampling.value) && systemPrompt.value === defaultSystem.value;
 }
 
 /** Persist every change, and set the theme on the root element. Call once. */

@@ -4,10 +4,10 @@ import { computed, effect, signal, untracked } from "@preact/signals";
 import type { ServerFrame, Session, WireConversation } from "../api/frames";
 import { Socket, socketUrl } from "../api/socket";
 import { announce, toast } from "../app/notifications";
-import { type Sampling, sampling, shouldAutoTitle, systemPrompt } from "../app/settings";
+import { hasDefaults, type Sampling, sampling, shouldAutoTitle, systemPrompt } from "../app/settings";
 import { AutoTitler } from "../conversations/autoTitle";
 import { Conversations } from "../conversations/conversations";
-import { SettingsSync } from "../conversations/metadata";
+import { currentSettings, SettingsSync } from "../conversations/metadata";
 import { Search } from "../conversations/search";
 import { Auth, resetPage } from "../server/auth";
 import { CacheCoverageWatch } from "../server/cacheCoverage";
@@ -226,11 +226,18 @@ export class Chat {
 
   newConversation(): void {
     this.unsent.takeBackFailed(this.unstarted);
-    const { id, tree, attachments } = this.unstarted;
+    const { id, tree, attachments, settings } = this.unstarted;
     const isStarted = id.value !== null || tree.value.size > 0;
     this.unstarted = isStarted ? new Thread() : new Thread(attachments);
-    this.thread.value = this.unstarted;
-    this.settingsSync.applyDefaults();
+    this.show(this.unstarted);
+    this.settingsSync.applyNew(isStarted ? null : settings);
+  }
+
+  /** Show a thread. A new conversation keeps its settings when it is left before the server has created it. */
+  private show(thread: Thread): void {
+    const left = this.thread.value;
+    left.settings = left.tree.value.size > 0 || !hasDefaults() ? currentSettings() : null;
+    this.thread.value = thread;
   }
 
   async open(id: string): Promise<void> {
@@ -238,7 +245,7 @@ export class Chat {
     const thread = this.threads.get(id) ?? new Thread();
     thread.id.value = id;
     this.threads.set(id, thread);
-    this.thread.value = thread;
+    this.show(thread);
     this.conversations.markSeen(id);
     this.settingsSync.apply(this.conversations.find(id));
     if (thread.state.value !== "ready" || !thread.isLoaded) {
@@ -320,9 +327,10 @@ export class Chat {
   /** A response created by this page changed its conversation. */
   private onOwnUpdate(head: WireConversation): void {
     this.conversations.applyOwnChange(head);
-    if (!this.startedHere.delete(head.id)) return;
+    const thread = this.threads.get(head.id);
+    if (!thread || !this.startedHere.delete(head.id)) return;
     this.autoTitler.onStarted(head);
-    if (this.thread.value.id.value === head.id) this.settingsSync.attach(head.id);
+    this.settingsSync.attach(head.id, thread === this.thread.value ? null : thread.settings);
   }
 
   private onEnded({ thread, turn, above }: ResponseStream): void {

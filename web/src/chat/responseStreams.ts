@@ -9,6 +9,8 @@ import type { Thread } from "./thread";
 import { ENDINGS, type Message } from "./tree";
 import { DeltaBatcher, Turn } from "./turn";
 
+const RETRY_MS = 1000; // as the server asks for
+
 export interface ResponseStream {
   readonly thread: Thread;
   readonly turn: Turn;
@@ -98,13 +100,15 @@ export class ResponseStreams {
     if (followed) this.onFirstFrame(frame.stream_id, followed, frame);
     const stream = this.streams.get(frame.stream_id);
     if (!stream) return followed !== undefined;
-    // `stream`: the request was accepted before, and its events are not available any more
-    const isLost =
-      stream.resuming &&
-      frame.type === "error" &&
-      (stream.turn.responseId.value !== null || frame.error.param === "stream");
+    const isRefused = stream.resuming && frame.type === "error";
     stream.resuming = false;
-    if (isLost) {
+    if (isRefused && frame.status === 503 && stream.turn.isUnanswered && !stream.turn.stopRequested) {
+      // the server is loading or busy, and may have accepted the request before
+      setTimeout(() => !stream.resuming && stream.turn.isUnanswered && this.sendAgain(stream), RETRY_MS);
+      return true;
+    }
+    // `stream`: the request was accepted before, and its events are not available any more
+    if (isRefused && (stream.turn.responseId.value !== null || frame.error.param === "stream")) {
       void this.showStored(stream);
       return true;
     }
@@ -125,16 +129,21 @@ export class ResponseStreams {
     }
     for (const [key, stream] of [...this.streams]) {
       const response_id = stream.turn.responseId.value;
-      stream.resuming = true;
       if (response_id === null) {
-        this.socket.send(stream.frame!); // which the server runs once, by its idempotency key
+        this.sendAgain(stream);
         continue;
       }
+      stream.resuming = true;
       stream.turn.onConnectionLost(this.batcher);
       const starting_after = stream.turn.lastSequence;
       this.socket.send({ type: "response.resume", response_id, starting_after, stream_id: key });
       if (stream.turn.stopRequested) this.sendCancel(stream.turn, response_id);
     }
+  }
+
+  private sendAgain(stream: ResponseStream): void {
+    stream.resuming = true;
+    this.socket.send(stream.frame!); // which the server runs once, by its idempotency key
   }
 
   private finish(key: string, failure: string | null): void {

@@ -3,6 +3,7 @@
 import { computed, signal } from "@preact/signals";
 import type { StoredItem, WireConversation } from "../api/frames";
 import type { Sampling } from "../app/settings";
+import type { ConversationSettings } from "../conversations/metadata";
 import type { Attachment } from "./attachments";
 import { type CallOutput, type Message, type Status, Tree } from "./tree";
 import { Turn, toUsage } from "./turn";
@@ -31,6 +32,7 @@ export class Thread {
   // Tools that run without a question. Not stored: conversations are imported, too.
   readonly allowedTools = new Set<string>();
   readonly staleCheck = new StaleCheck();
+  settings: ConversationSettings | null = null; // that it was left with, and that were not stored then
   isLoaded = false; // the messages are loaded, or the conversation is new
   followsActiveLeaf = true; // at the last load, whether the shown branch was the active one
   private readonly turns = new Map<string, Turn>();

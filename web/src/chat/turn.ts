@@ -153,7 +153,7 @@ export class Turn {
         break;
       case "response.output_text.delta": {
         const message = this.messageAt(frame.output_index);
-        if (message) batcher.append(message, frame.delta);
+        if (message) batcher.append(message.text, frame.delta);
         break;
       }
       case "response.output_text.done": {
@@ -163,7 +163,7 @@ export class Turn {
         break;
       }
       case "response.reasoning_text.delta":
-        batcher.appendTo(this.reasoningAt(frame.output_index), frame.delta);
+        batcher.append(this.reasoningAt(frame.output_index), frame.delta);
         break;
       case "response.reasoning_text.done":
         batcher.flush();
@@ -326,11 +326,7 @@ export class DeltaBatcher {
   private readonly pending = new Map<Signal<string>, string>();
   private scheduled = false;
 
-  append(message: Message, delta: string): void {
-    this.appendTo(message.text, delta);
-  }
-
-  appendTo(text: Signal<string>, delta: string): void {
+  append(text: Signal<string>, delta: string): void {
     this.pending.set(text, (this.pending.get(text) ?? "") + delta);
     if (this.scheduled) return;
     this.scheduled = true;

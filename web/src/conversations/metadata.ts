@@ -7,18 +7,18 @@ import { withoutDefaults } from "../app/rareSampling";
 import {
   DEFAULT_SAMPLING,
   defaultSampling,
+  defaultSystem,
   parseSampling,
   type Sampling,
   sameSampling,
   sampling,
-  startFromDefaults,
   systemPrompt,
 } from "../app/settings";
 
 export type Metadata = Readonly<Record<string, string>>;
 
 /** System prompt and sampling of a conversation. */
-interface ConversationSettings {
+export interface ConversationSettings {
   readonly system: string;
   readonly sampling: Sampling | null; // null: the defaults of the browser
 }
@@ -76,9 +76,7 @@ export function withPin(metadata: Metadata | null | undefined, pinned: boolean):
 }
 
 export function sameMetadata(a: Metadata | null | undefined, b: Metadata | null | undefined): boolean {
-  const text = (metadata: Metadata | null | undefined) =>
-    JSON.stringify(Object.entries(metadata ?? {}).sort(([x], [y]) => (x < y ? -1 : 1)));
-  return text(a) === text(b);
+  return Object.keys({ ...a, ...b }).every((key) => a?.[key] === b?.[key]);
 }
 
 /** Read sampling settings, which another client may have written. */
@@ -108,16 +106,26 @@ interface MetadataWriter {
 
 export class SettingsSync {
   private pending: PendingSave | null = null;
-  private writing: Promise<void> | null = null;
+  private writing = Promise.resolve();
+  private readonly unsaved = new Map<string, ConversationSettings>(); // by conversation, while they are being saved
   private savedState = ""; // the settings that are stored already, as JSON
 
   constructor(private readonly conversations: MetadataWriter) {
     addEventListener("pagehide", () => void this.flush());
   }
 
-  /** Apply the settings stored with a conversation. */
+  /** Apply the settings of a conversation: those being saved, or the stored ones. */
   apply(head: WireConversation | undefined): void {
-    const { system, sampling: stored } = readSettings(head?.metadata);
+    this.show(this.unsaved.get(head?.id ?? "") ?? readSettings(head?.metadata));
+  }
+
+  /** Apply the settings that a new conversation was left with, or the defaults. */
+  applyNew(left: ConversationSettings | null): void {
+    void this.flush();
+    this.show(left ?? { system: defaultSystem.value, sampling: null });
+  }
+
+  private show({ system, sampling: stored }: ConversationSettings): void {
     this.savedState = "applying";
     batch(() => {
       systemPrompt.value = system;
@@ -126,17 +134,11 @@ export class SettingsSync {
     this.savedState = JSON.stringify(currentSettings());
   }
 
-  /** Apply the defaults to a new conversation. */
-  applyDefaults(): void {
-    void this.flush();
-    startFromDefaults();
-  }
-
-  /** Store the current settings with a conversation that has just been created. */
-  attach(id: string): void {
-    this.savedState = JSON.stringify({ system: "", sampling: null });
-    this.scheduleSave(id);
-    void this.flush();
+  /** Store the settings of a conversation that has just been created: the current ones, or those it was left with. */
+  attach(id: string, left: ConversationSettings | null): void {
+    const settings = left ?? currentSettings();
+    if (!left) this.savedState = JSON.stringify(settings);
+    this.writing = this.write(id, settings);
   }
 
   /** Schedule saving the settings if they changed. */
@@ -151,29 +153,32 @@ export class SettingsSync {
   }
 
   /** Save pending changes now, and wait until all are saved. */
-  async flush(): Promise<void> {
-    const pending = this.pending;
-    if (!pending) return (await this.writing) ?? undefined;
-    clearTimeout(pending.timer);
-    this.pending = null;
-    this.savedState = JSON.stringify(pending.settings);
-    const writing = this.conversations.changeMetadata(pending.id, (metadata) =>
-      withSettings(metadata, pending.settings),
-    );
-    this.writing = writing;
-    await writing;
-    if (this.writing === writing) this.writing = null;
+  flush(): Promise<void> {
+    if (this.pending) {
+      const { id, settings, timer } = this.pending;
+      clearTimeout(timer);
+      this.pending = null;
+      this.savedState = JSON.stringify(settings);
+      this.writing = this.write(id, settings);
+    }
+    return this.writing;
+  }
+
+  private async write(id: string, settings: ConversationSettings): Promise<void> {
+    this.unsaved.set(id, settings);
+    await this.conversations.changeMetadata(id, (metadata) => withSettings(metadata, settings));
+    if (this.unsaved.get(id) === settings) this.unsaved.delete(id);
   }
 
   /** Apply settings changed by another tab, unless own changes are pending. */
   applyRemote(before: WireConversation | undefined, now: WireConversation): void {
-    if (this.pending || this.writing || !before || before.rev > now.rev) return;
+    if (this.pending || this.unsaved.has(now.id) || !before || before.rev > now.rev) return;
     if (JSON.stringify(readSettings(before.metadata)) !== JSON.stringify(readSettings(now.metadata))) this.apply(now);
   }
 }
 
 /** Settings of the shown conversation. Sampling is not stored while it equals the built-in defaults. */
-function currentSettings(): ConversationSettings {
+export function currentSettings(): ConversationSettings {
   const plain = sameSampling(sampling.value, DEFAULT_SAMPLING) && sameSampling(defaultSampling.value, DEFAULT_SAMPLING);
   return { system: systemPrompt.value, sampling: plain ? null : sampling.value };
 }

@@ -46,18 +46,9 @@ export function Composer() {
   const hasContent = text.value.trim() !== "" || attachments.ready.value.length > 0;
   const send = (queue = false) => {
     if (!hasContent || !ready) return;
-    if (isFull) {
-      announce(FULL);
-      return;
-    }
-    if (attachments.isReading.value) {
-      announce("A file is still being read.");
-      return;
-    }
-    if (!attachments.fit.value) {
-      announce("The files are too long for the model.");
-      return;
-    }
+    if (isFull) return announce(FULL);
+    if (attachments.isReading.value) return announce("A file is still being read.");
+    if (!attachments.fit.value) return announce("The files are too long for the model.");
     const message = text.value.trim();
     const files = attachments.take();
     text.value = "";

@@ -18,8 +18,7 @@ import {
   autoTitle,
   clickForAlternatives,
   DEFAULT_SAMPLING,
-  defaultSampling,
-  defaultSystem,
+  hasDefaults,
   makeDefaults,
   prefillWhileTyping,
   sameSampling,
@@ -104,7 +103,7 @@ export function Settings() {
 /** Compare the settings of this conversation with the defaults, and offer to copy or reset them. */
 function DefaultsSection() {
   const plain = sameSampling(sampling.value, DEFAULT_SAMPLING);
-  const same = sameSampling(sampling.value, defaultSampling.value) && systemPrompt.value === defaultSystem.value;
+  const same = hasDefaults();
   const keep = () => {
     makeDefaults();
     announce("Default settings saved.");

@@ -31,7 +31,7 @@ export const Paperclip = () => (
 );
 export const Microphone = () => (
   <Icon>
-    <path d="M10 3a2.3 2.3 0 0 0-2.300 2.300v4.400a2.300 2.300 0 0 0 4.600 0V5.300A2.300 2.300 0 0 0 10 3ZM5 9.500a5 5 0 0 0 10 0M10 14.500V17" />
+    <path d="M10 3a2.3 2.3 0 0 0-2.3 2.3v4.4a2.3 2.3 0 0 0 4.6 0V5.3A2.3 2.3 0 0 0 10 3ZM5 9.5a5 5 0 0 0 10 0M10 14.5V17" />
   </Icon>
 );
 export const FileText = () => (
@@ -134,7 +134,7 @@ export const Download = () => (
 );
 export const Share = () => (
   <Icon>
-    <path d="M8.5 11.500a3 3 0 0 0 4.200 0l3-3a3 3 0 0 0-4.200-4.200l-1 1M11.500 8.500a3 3 0 0 0-4.200 0l-3 3a3 3 0 0 0 4.200 4.200l1-1" />
+    <path d="M8.5 11.5a3 3 0 0 0 4.2 0l3-3a3 3 0 0 0-4.2-4.2l-1 1M11.5 8.5a3 3 0 0 0-4.2 0l-3 3a3 3 0 0 0 4.2 4.2l1-1" />
   </Icon>
 );
 export const Upload = () => (
@@ -168,7 +168,7 @@ export const Fork = () => (
 );
 export const Tokens = () => (
   <Icon>
-    <path d="M3 5.500h3.500M9 5.500h8M3 10h7M12.500 10H17M3 14.500h2M7.500 14.500h5M15 14.500h2" stroke-width="2.4" />
+    <path d="M3 5.5h3.5M9 5.5h8M3 10h7M12.5 10H17M3 14.5h2M7.5 14.5h5M15 14.5h2" stroke-width="2.4" />
   </Icon>
 );
 export const Beams = () => (
@@ -193,12 +193,12 @@ export const PanelRight = () => (
 export const Person = () => (
   <Icon>
     <circle cx="10" cy="6.5" r="3" />
-    <path d="M4 16.5c.6-3.200 3-4.800 6-4.800s5.400 1.600 6 4.800" />
+    <path d="M4 16.5c.6-3.2 3-4.8 6-4.8s5.4 1.6 6 4.8" />
   </Icon>
 );
 export const Book = () => (
   <Icon>
-    <path d="M10 5.200C8.300 4 6.200 3.700 3.500 3.800v11c2.700-.1 4.800.2 6.500 1.400 1.700-1.200 3.800-1.500 6.500-1.400v-11c-2.700-.1-4.800.2-6.500 1.400ZM10 5.200v11" />
+    <path d="M10 5.2C8.3 4 6.2 3.7 3.5 3.8v11c2.7-.1 4.8.2 6.5 1.4 1.7-1.2 3.8-1.5 6.5-1.4v-11c-2.7-.1-4.8.2-6.5 1.4ZM10 5.2v11" />
   </Icon>
 );
 export const Sun = () => (
