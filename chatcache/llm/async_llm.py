@@ -113,7 +113,7 @@ class AsyncLLM(LLMBase):
         self._check_priority(is_given=priority != 0)
         request_id = str(next(self._numbers)) if request_id is None else request_id
         async with self._open_requests:
-            params = params or SamplingParams()
+            params = SamplingParams() if params is None else params
             check_params_type(params)
             self._check_logprobs([params], (await self._engine.wait_loaded()).vocab_size)
             encoded = await asyncio.to_thread(source, params)

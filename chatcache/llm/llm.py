@@ -67,7 +67,7 @@ class LLM(LLMBase):
         Raises: InvalidRequestError for parameters that are invalid for every prompt. A single prompt that cannot run
         (too long, an unknown token id, parameters of its own) has an `error` in its output.
         """
-        return self._run(self._reader.prompts(prompts), sampling_params or SamplingParams(), use_tqdm, priority)
+        return self._run(self._reader.prompts(prompts), sampling_params, use_tqdm, priority)
 
     def beam_search(
         self,
@@ -79,7 +79,8 @@ class LLM(LLMBase):
 
         Groups, constraints and stop strings are fields of the params; `stream_beams` adds `live_beams` to the outputs.
         """
-        return self._run(self._reader.prompts(prompts), params or BeamSearchParams(), use_tqdm)
+        params = BeamSearchParams() if params is None else params
+        return self._run(self._reader.prompts(prompts), params, use_tqdm)
 
     def chat(
         self,
@@ -98,7 +99,7 @@ class LLM(LLMBase):
         `chat_template_kwargs`: variables of the template, such as `enable_thinking`.
         """
         sources = self._reader.chats(messages, tools, tool_choice, chat_template_kwargs)
-        return self._run(sources, sampling_params or SamplingParams(), use_tqdm)
+        return self._run(sources, sampling_params, use_tqdm)
 
     def embed(
         self,
@@ -177,10 +178,11 @@ class LLM(LLMBase):
     def _run(
         self,
         sources: list[PromptSource],
-        params: Params | Sequence[Params],
+        params: Params | Sequence[Params] | None,
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
+        params = SamplingParams() if params is None else params
         if isinstance(params, Sequence):
             each = list(params)
             for one in each:

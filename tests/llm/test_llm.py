@@ -90,6 +90,17 @@ def test_outputs_come_in_the_order_of_the_prompts_each_with_its_params(llm: LLM)
         llm.generate(PROMPTS, [GREEDY] * 2)
 
 
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_an_empty_list_of_params_raises_an_error_with_both_numbers(llm: LLM, num_prompts: int) -> None:
+    prompts, chats = [[1, 2]] * num_prompts, [[{"role": "user", "content": "Hi"}]] * num_prompts
+    for call in (llm.generate, llm.beam_search):
+        with pytest.raises(InvalidRequestError, match=f"{num_prompts} prompts but 0 params"):
+            call(prompts, [])
+    with pytest.raises(InvalidRequestError, match=f"{num_prompts} prompts but 0 params"):
+        llm.chat(chats, [])
+    assert llm.generate([], []) == [] and llm.health().num_prompt_tokens == 0
+
+
 def test_candidates_repeat_with_their_seed_whatever_else_runs(llm: LLM) -> None:
     params = SamplingParams(n=4, max_tokens=10, seed=3, ignore_eos=True)
     (alone,) = llm.generate([PROMPTS[0]], params)
@@ -117,6 +128,8 @@ ABSURD_CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "params is an integer": ("sampling_params", lambda llm: llm.generate([1], 5)),
     "params is a text": ("sampling_params", lambda llm: llm.generate([1], "x")),
     "params is a list of integers": ("sampling_params", lambda llm: llm.generate([1], [5])),
+    "params is an empty dict": ("sampling_params", lambda llm: llm.generate([1], {})),
+    "params is false": ("sampling_params", lambda llm: llm.chat([{"role": "user", "content": "x"}], False)),
     "temperature is a text": ("temperature", lambda llm: llm.generate([1], SamplingParams(temperature="x"))),  # type: ignore[arg-type]
     "n is missing": ("n", lambda llm: llm.generate([1], SamplingParams(n=None))),  # type: ignore[arg-type]
     "priority is an integer": ("priority", lambda llm: llm.generate([1], priority=5)),
