@@ -103,6 +103,10 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda f: set_config(f, rope_parameters={"rope_type": "yarn"}),
         ["config.json", "'yarn' needs a positive factor"],
     ),
+    "partial-rotary-scaled": (
+        lambda f: set_config(f, partial_rotary_factor=0.5, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        ["config.json", "partial_rotary_factor 0.5 with rope scaling 'linear' is not supported"],
+    ),
     "no-weights": (lambda f: (f / "model.safetensors").unlink(), ["model.safetensors", "missing"]),
     "pickle-only": (pickled, ["pytorch_model.bin", "pickled weights are refused"]),
     "tensor-missing": (lambda f: set_weights(f, lambda t: t.pop(NORM)), ["model.safetensors", NORM, "missing"]),
@@ -275,6 +279,7 @@ SCALING = {"rope_type": "linear", "factor": 3.0}
         pytest.param("llama", {"sliding_window": 8}, id="llama-ignores-windows"),
         pytest.param("mistral-window", {"layer_types": LAYER_TYPES}, id="mistral-windows-of-some-layers"),
         pytest.param("llama", {"rope_scaling": SCALING}, id="rope-scaling-replaces-parameters"),
+        pytest.param("llama", {"partial_rotary_factor": 0.5}, id="llama-ignores-partial-rotary-factor"),
         pytest.param("qwen3", {"tie_word_embeddings": True}, id="stored-head-of-a-tied-model"),
     ],
 )
