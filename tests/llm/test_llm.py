@@ -52,6 +52,34 @@ def test_beams_are_those_of_transformers(llm: LLM, oracle: Any) -> None:
         assert scores == sorted(scores, reverse=True)
 
 
+@pytest.mark.parametrize("length_penalty", [0.0, 0.5, 1.0])
+def test_beam_sequences_have_prompt_and_continuation_and_the_sum_of_the_log_probabilities(
+    llm: LLM, oracle: Any, length_penalty: float
+) -> None:
+    params = BeamSearchParams(beam_width=4, max_tokens=8, length_penalty=length_penalty)
+    stop = llm.beam_search("Hello", params)[0].outputs[0].token_ids[6]
+    params = replace(params, stop_token_ids=(stop,))
+    for prompt in ("Hello", llm.get_tokenizer().encode("Hello")):
+        (output,) = llm.beam_search(prompt, params)
+        assert output.sequences is not None and len(output.sequences) == 4
+        assert length_penalty == 1.0 or "stop" in [each.finish_reason for each in output.sequences]
+        for one, candidate in zip(output.sequences, output.outputs, strict=True):
+            assert one.tokens == output.prompt_token_ids + candidate.token_ids
+            assert one.text == "Hello" + candidate.text
+            with torch.no_grad():
+                rows = torch.log_softmax(oracle(torch.tensor([one.tokens])).logits[0], -1)
+            first = len(output.prompt_token_ids)
+            total = sum(float(rows[at - 1, one.tokens[at]]) for at in range(first, len(one.tokens)))
+            assert one.cum_logprob == pytest.approx(total, abs=1e-3)
+    assert llm.generate("Hello", GREEDY)[0].sequences is None
+
+
+def test_beam_sequences_are_only_the_beams_that_were_found(llm: LLM) -> None:
+    (output,) = llm.beam_search("Hello", BeamSearchParams(beam_width=4, structured_outputs={"choice": ["yes", "no"]}))  # type: ignore[arg-type]
+    assert output.sequences is not None and len(output.outputs) == 4
+    assert sorted(each.text for each in output.sequences) == ["Hellono", "Helloyes"]
+
+
 def test_logprobs_are_those_of_the_logits(llm: LLM, oracle: Any) -> None:
     (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, seed=5, ignore_eos=True, logprobs=4))
     candidate = output.outputs[0]
