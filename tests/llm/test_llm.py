@@ -158,6 +158,12 @@ ABSURD_CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "params is a list of integers": ("sampling_params", lambda llm: llm.generate([1], [5])),
     "params is an empty dict": ("sampling_params", lambda llm: llm.generate([1], {})),
     "params is false": ("sampling_params", lambda llm: llm.chat([{"role": "user", "content": "x"}], False)),
+    "params of a beam search are for sampling": ("params", lambda llm: llm.beam_search([1], SamplingParams())),
+    "params of a beam search has one for sampling": ("params", lambda llm: llm.beam_search([1], [SamplingParams()])),
+    "pooling params is a dict": ("pooling_params", lambda llm: llm.embed([1], pooling_params={"dimensions": 3})),
+    "data is missing": ("data_1", lambda llm: llm.score(None, "x")),
+    "data is a list of token ids": ("data_2", lambda llm: llm.score("x", [1, 2])),
+    "prompt has an image": ("prompts", lambda llm: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}})),
     "temperature is a text": ("temperature", lambda llm: llm.generate([1], SamplingParams(temperature="x"))),  # type: ignore[arg-type]
     "n is missing": ("n", lambda llm: llm.generate([1], SamplingParams(n=None))),  # type: ignore[arg-type]
     "priority is an integer": ("priority", lambda llm: llm.generate([1], priority=5)),
@@ -219,6 +225,23 @@ def test_chat_joins_the_text_parts_of_a_message(llm: LLM) -> None:
     image = [{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}]
     (refused,) = llm.chat([{"role": "user", "content": image}], GREEDY)
     assert refused.error is not None and "only text parts" in refused.error.message
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"content": "Hi"}, "role must be text, got None"),
+        ({"role": 5, "content": "Hi"}, "role must be text, got 5"),
+        ({"role": "user", "content": 5}, "content must be text or a list of text parts, got 5"),
+        ({"role": "user", "content": {"text": "Hi"}}, "content must be text or a list of text parts, got {"),
+    ],
+)
+def test_chat_message_with_a_field_of_another_type_has_an_error_and_others_finish(
+    llm: LLM, message: dict[str, Any], words: str
+) -> None:
+    good, bad = llm.chat([[{"role": "user", "content": "Hi"}], [message]], GREEDY)
+    assert good.error is None and len(good.outputs[0].token_ids) == 20
+    assert isinstance(bad.error, InvalidRequestError) and words in bad.error.message
 
 
 def test_generate_ends_at_the_end_token_of_the_tokenizer(llm: LLM, folder: Path, tmp_path: Path) -> None:
