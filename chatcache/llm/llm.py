@@ -169,11 +169,12 @@ class LLM(LLMBase):
         return self._engine.cache.reset_prefix_cache()
 
     def close(self) -> None:
-        """Release the model and its pages; the object cannot be used afterwards."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
-            self._runner.close()
+        """Release the model and its pages when no call runs; the object cannot be used afterwards."""
+        with self._is_running:
+            if self._open is not None:
+                self._open.close()
+                self._open = None
+                self._runner.close()
 
     @property
     def _engine(self) -> Engine:

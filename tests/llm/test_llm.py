@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -411,6 +412,18 @@ def test_a_folder_without_tokenizer_takes_token_ids(oracle: Any, tmp_path: Path)
 
 def test_closed_llm_rejects_calls(llm: LLM) -> None:
     llm.close()
+    with pytest.raises(InvalidRequestError, match="closed"):
+        llm.generate([[1]], GREEDY)
+
+
+def test_close_waits_for_the_call_that_runs_in_another_thread(llm: LLM) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(llm.generate, PROMPTS, replace(GREEDY, max_tokens=100), use_tqdm=False)
+        while llm.stats().num_in_use == 0 and not call.done():
+            time.sleep(0.01)
+        llm.close()
+        outputs = call.result()
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [100] * 3
     with pytest.raises(InvalidRequestError, match="closed"):
         llm.generate([[1]], GREEDY)
 
