@@ -360,7 +360,7 @@ def test_unsupported_page_size_is_rejected_before_loading(page_size: int) -> Non
         LLM("no/such/model", page_size=page_size)
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len", "tensor_parallel_size"])
 @pytest.mark.parametrize("value", [0, -1, "8"])
 def test_limit_that_is_no_positive_integer_is_rejected_before_loading(name: str, value: Any) -> None:
     options: dict[str, Any] = {name: value}
