@@ -40,10 +40,12 @@ StrategyFactory = Callable[..., Strategy]
 
 
 def check_request_id(request_id: str) -> None:
-    """Verify the length of a request id.
+    """Verify the type and the length of a request id.
 
     Raises: InvalidRequestError.
     """
+    if not isinstance(request_id, str):
+        raise InvalidRequestError(f"request_id must be text, got {request_id!r:.100}", param="request_id")
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
         raise InvalidRequestError(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
 

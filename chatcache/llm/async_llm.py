@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Self
 
+from chatcache.engine.admission import check_request_id
 from chatcache.engine.engine import Engine
 from chatcache.engine_process.threaded import ThreadedEngine
 from chatcache.errors import OverloadedError
@@ -111,9 +112,10 @@ class AsyncLLM(LLMBase):
         self, source: PromptSource, params: Params | None, request_id: str | None, priority: int
     ) -> AsyncGenerator[RequestOutput, None]:
         self._check_priority(is_given=priority != 0)
-        request_id = str(next(self._numbers)) if request_id is None else request_id
+        request_id = f"auto-{next(self._numbers)}" if request_id is None else request_id
+        check_request_id(request_id)
         async with self._open_requests:
-            params = params or SamplingParams()
+            params = SamplingParams() if params is None else params
             check_params_type(params)
             self._check_logprobs([params], (await self._engine.wait_loaded()).vocab_size)
             encoded = await asyncio.to_thread(source, params)

@@ -63,7 +63,13 @@ class LLMBase:
             raise InvalidRequestError(
                 f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {page_size!r}", param="page_size"
             )
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+        limits = {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_model_len": 1 if max_model_len is None else max_model_len,
+            "tensor_parallel_size": tensor_parallel_size,
+        }
+        for name, value in limits.items():
             if type(value) is not int or value < 1:
                 raise InvalidRequestError(f"{name} must be a positive integer, got {value!r:.40}", param=name)
         self.config = EngineConfig(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -67,7 +67,7 @@ class LLM(LLMBase):
         Raises: InvalidRequestError for parameters that are invalid for every prompt. A single prompt that cannot run
         (too long, an unknown token id, parameters of its own) has an `error` in its output.
         """
-        return self._run(self._reader.prompts(prompts), sampling_params or SamplingParams(), use_tqdm, priority)
+        return self._run(self._reader.prompts(prompts), sampling_params, use_tqdm, priority)
 
     def beam_search(
         self,
@@ -79,7 +79,11 @@ class LLM(LLMBase):
 
         Groups, constraints and stop strings are fields of the params; `stream_beams` adds `live_beams` to the outputs.
         """
-        return self._run(self._reader.prompts(prompts), params or BeamSearchParams(), use_tqdm)
+        params = BeamSearchParams() if params is None else params
+        for one in params if isinstance(params, Sequence) else [params]:
+            if not isinstance(one, BeamSearchParams):
+                raise InvalidRequestError(f"params must be BeamSearchParams, got {type(one).__name__}", param="params")
+        return self._run(self._reader.prompts(prompts), params, use_tqdm)
 
     def chat(
         self,
@@ -98,7 +102,7 @@ class LLM(LLMBase):
         `chat_template_kwargs`: variables of the template, such as `enable_thinking`.
         """
         sources = self._reader.chats(messages, tools, tool_choice, chat_template_kwargs)
-        return self._run(sources, sampling_params or SamplingParams(), use_tqdm)
+        return self._run(sources, sampling_params, use_tqdm)
 
     def embed(
         self,
@@ -112,6 +116,9 @@ class LLM(LLMBase):
         Raises: InvalidRequestError for `dimensions` that the model does not have, or a model without embeddings.
         """
         pooling = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(pooling, PoolingParams):
+            kind = type(pooling).__name__
+            raise InvalidRequestError(f"pooling_params must be PoolingParams, got {kind}", param="pooling_params")
         check_pooling(pooling, self._engine.model_info)
         sources = self._reader.prompts(prompts)
         with self._is_running, _progress_bar(len(sources), is_shown=use_tqdm) as advance:
@@ -125,7 +132,7 @@ class LLM(LLMBase):
 
         One text in `data_1` is compared with each in `data_2`; lists of equal length pair by pair.
         """
-        first, second = ([each] if isinstance(each, str) else list(each) for each in (data_1, data_2))
+        first, second = _texts("data_1", data_1), _texts("data_2", data_2)
         if not second or len(first) not in (1, len(second)):
             raise InvalidRequestError(
                 f"data_1 must be one text, or as many as data_2: got {len(first)} and {len(second)}", param="data_1"
@@ -162,11 +169,12 @@ class LLM(LLMBase):
         return self._engine.cache.reset_prefix_cache()
 
     def close(self) -> None:
-        """Release the model and its pages; the object cannot be used afterwards."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
-            self._runner.close()
+        """Release the model and its pages when no call runs; the object cannot be used afterwards."""
+        with self._is_running:
+            if self._open is not None:
+                self._open.close()
+                self._open = None
+                self._runner.close()
 
     @property
     def _engine(self) -> Engine:
@@ -177,10 +185,11 @@ class LLM(LLMBase):
     def _run(
         self,
         sources: list[PromptSource],
-        params: Params | Sequence[Params],
+        params: Params | Sequence[Params] | None,
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
+        params = SamplingParams() if params is None else params
         if isinstance(params, Sequence):
             each = list(params)
             for one in each:
@@ -316,6 +325,13 @@ class _Batch(Generic[Output]):
             raise collector.error
         self._outputs[request_id] = collector.output()
         self._advance(1)
+
+
+def _texts(name: str, value: str | Iterable[str]) -> list[str]:
+    texts = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+    if not all(isinstance(each, str) for each in texts):
+        raise InvalidRequestError(f"{name} must be a text or a list of texts, got {value!r:.100}", param=name)
+    return texts
 
 
 @contextmanager

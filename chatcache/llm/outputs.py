@@ -10,6 +10,7 @@ import numpy as np
 
 from chatcache.conversations.replies.parser import TAIL_TOKENS, CandidateParser
 from chatcache.conversations.tree import ToolCall
+from chatcache.decoding.token_tree import NO_SCORE
 from chatcache.errors import ChatcacheError, DeviceLostError, EngineError, InvalidRequestError
 from chatcache.llm.prompts import EncodedPrompt
 from chatcache.tokenizer.detokenizer import IncrementalDetokenizer
@@ -71,11 +72,27 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One beam in vLLM's form: `tokens` and `text` include the prompt.
+
+    `cum_logprob`: the sum that the search ranks by, before the length penalty, as exact as the float32 score.
+    """
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    logprobs: list[LogprobRow] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """One prompt and its candidates, best first for beams, `best_of` and `distinct`.
 
     `num_cached_tokens`: prompt tokens that were not recomputed. `prompt_logprobs`: per prompt token its own and the top
     log-probabilities by id, None for the first. `live_beams`: the live beams after each step, best first, if streamed.
+    `sequences`: the found beams in vLLM's form, when a beam search has finished; None for other requests.
     `error`: why this request failed; `outputs` then holds the candidates, perhaps none, as far as they were generated.
     """
 
@@ -87,6 +104,7 @@ class RequestOutput:
     finished: bool = True
     prompt_logprobs: list[LogprobRow | None] | None = None
     live_beams: list[tuple[LiveBeam, ...]] | None = None
+    sequences: list[BeamSearchSequence] | None = None
     error: ChatcacheError | None = None
 
 
@@ -240,17 +258,40 @@ class Collector:
         """Return the output so far."""
         params = self._prompt.params
         with_beams = isinstance(params, BeamSearchParams) and params.stream_beams
+        outputs = [candidate.output() for _, candidate in sorted(self._candidates.items())]
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._prompt.text,
             prompt_token_ids=list(self._prompt.token_ids),
-            outputs=[candidate.output() for _, candidate in sorted(self._candidates.items())],
+            outputs=outputs,
             num_cached_tokens=self._num_cached,
             finished=self._finished,
             prompt_logprobs=self._prompt_logprobs,
             live_beams=list(self._live_beams) if with_beams else None,
+            sequences=self._sequences(outputs, params) if isinstance(params, BeamSearchParams) else None,
             error=self.error,
         )
+
+    def _sequences(
+        self, outputs: Sequence[CompletionOutput], params: BeamSearchParams
+    ) -> list[BeamSearchSequence] | None:
+        if not self._finished:
+            return None
+        prompt, ids = self._prompt.text, list(self._prompt.token_ids)
+        if prompt is None:
+            prompt = self._tokenizer.decode(ids) if self._tokenizer is not None else ""
+        return [
+            BeamSearchSequence(
+                tokens=ids + each.token_ids,
+                text=prompt + each.text,
+                cum_logprob=each.score * len(each.token_ids) ** params.length_penalty,
+                logprobs=each.logprobs,
+                finish_reason=each.finish_reason,
+                stop_reason=each.stop_reason,
+            )
+            for each in outputs
+            if each.finish_reason is not None and each.score != NO_SCORE
+        ]
 
     def _candidate(self, index: int) -> _Candidate:
         if index not in self._candidates:

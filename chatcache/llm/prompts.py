@@ -43,6 +43,7 @@ class TextPrompt(TypedDict):
     prompt: str
 
 
+PROMPT_FIELDS = ("prompt_token_ids", "prompt")
 Prompt = str | Sequence[int] | IntegerArray | TokensPrompt | TextPrompt
 Message = dict[str, Any]
 
@@ -100,6 +101,11 @@ class PromptReader:
 
     def prompt(self, prompt: Any) -> PromptSource:
         if isinstance(prompt, Mapping):
+            others = [name for name in prompt if name not in PROMPT_FIELDS and prompt[name] is not None]
+            if others:
+                fields = " or ".join(PROMPT_FIELDS)
+                message = f"a prompt is a dict with {fields} and no other field, got {others[0]!r:.40}"
+                raise InvalidRequestError(message, param="prompts")
             given = prompt.get("prompt_token_ids")
             prompt = prompt.get("prompt") if given is None else given
         if isinstance(prompt, str):
@@ -250,9 +256,17 @@ def _template_messages(chat: Sequence[Message]) -> Sequence[Any]:
 
 
 def _join_parts(message: Message) -> Message:
-    """Return a message whose content is text, as the gateway does. Raises: InvalidRequestError for other parts."""
+    """Return a message whose content is text, as the gateway does.
+
+    Raises: InvalidRequestError for a role or a content of another type, and for other parts.
+    """
     content: Any = message.get("content")
+    if not isinstance(role := message.get("role"), str):
+        raise InvalidRequestError(f"messages: role must be text, got {role!r:.40}", param="messages")
     if not _is_list(content):
+        if not isinstance(content, str | None):
+            problem = f"content must be text or a list of text parts, got {content!r:.40}"
+            raise InvalidRequestError(f"messages: {problem}", param="messages")
         return message
     texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
     if len(texts) < len(content):

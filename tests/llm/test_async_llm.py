@@ -126,12 +126,26 @@ async def test_generate_invalid_or_failing_request_raises_and_others_continue(
         collect(llm_async.generate(PROMPTS[0], SamplingParams(seed=7))),
         collect(llm_async.generate(PROMPTS[0], PARAMS[0])),
         collect(llm_async.generate(PROMPTS[0], priority=1)),
+        collect(llm_async.generate(PROMPTS[0], [])),  # type: ignore[arg-type]
         return_exceptions=True,
     )
     assert isinstance(results[0], ContextLengthError)
     assert isinstance(results[1], EngineError) and "this request fails" in str(results[1])
     assert isinstance(results[2], list) and len(results[2][-1].outputs[0].token_ids) == 20
     assert isinstance(results[3], InvalidRequestError) and "scheduling_policy" in str(results[3])
+    assert isinstance(results[4], InvalidRequestError) and "sampling_params must be" in str(results[4])
+
+
+@pytest.mark.parametrize("request_id", [5, ["x"], b"x"])
+async def test_generate_request_id_that_is_no_text_is_rejected(llm_async: AsyncLLM, request_id: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="request_id must be text, got"):
+        await collect(llm_async.generate(PROMPTS[0], LONG, request_id))
+
+
+async def test_generate_ids_of_the_caller_do_not_collide_with_automatic_ones(llm_async: AsyncLLM) -> None:
+    named = [llm_async.generate(PROMPTS[0], LONG, str(number)) for number in range(3)]
+    streams = await asyncio.gather(*map(collect, [*named, *(llm_async.generate(PROMPTS[0], LONG) for _ in range(3))]))
+    assert len({stream[-1].request_id for stream in streams}) == 6
 
 
 async def test_generate_more_requests_than_the_queue_holds_all_finish(folder: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,6 +53,34 @@ def test_beams_are_those_of_transformers(llm: LLM, oracle: Any) -> None:
         assert scores == sorted(scores, reverse=True)
 
 
+@pytest.mark.parametrize("length_penalty", [0.0, 0.5, 1.0])
+def test_beam_sequences_have_prompt_and_continuation_and_the_sum_of_the_log_probabilities(
+    llm: LLM, oracle: Any, length_penalty: float
+) -> None:
+    params = BeamSearchParams(beam_width=4, max_tokens=8, length_penalty=length_penalty)
+    stop = llm.beam_search("Hello", params)[0].outputs[0].token_ids[6]
+    params = replace(params, stop_token_ids=(stop,))
+    for prompt in ("Hello", llm.get_tokenizer().encode("Hello")):
+        (output,) = llm.beam_search(prompt, params)
+        assert output.sequences is not None and len(output.sequences) == 4
+        assert length_penalty == 1.0 or "stop" in [each.finish_reason for each in output.sequences]
+        for one, candidate in zip(output.sequences, output.outputs, strict=True):
+            assert one.tokens == output.prompt_token_ids + candidate.token_ids
+            assert one.text == "Hello" + candidate.text
+            with torch.no_grad():
+                rows = torch.log_softmax(oracle(torch.tensor([one.tokens])).logits[0], -1)
+            first = len(output.prompt_token_ids)
+            total = sum(float(rows[at - 1, one.tokens[at]]) for at in range(first, len(one.tokens)))
+            assert one.cum_logprob == pytest.approx(total, abs=1e-3)
+    assert llm.generate("Hello", GREEDY)[0].sequences is None
+
+
+def test_beam_sequences_are_only_the_beams_that_were_found(llm: LLM) -> None:
+    (output,) = llm.beam_search("Hello", BeamSearchParams(beam_width=4, structured_outputs={"choice": ["yes", "no"]}))  # type: ignore[arg-type]
+    assert output.sequences is not None and len(output.outputs) == 4
+    assert sorted(each.text for each in output.sequences) == ["Hellono", "Helloyes"]
+
+
 def test_logprobs_are_those_of_the_logits(llm: LLM, oracle: Any) -> None:
     (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, seed=5, ignore_eos=True, logprobs=4))
     candidate = output.outputs[0]
@@ -90,6 +119,17 @@ def test_outputs_come_in_the_order_of_the_prompts_each_with_its_params(llm: LLM)
         llm.generate(PROMPTS, [GREEDY] * 2)
 
 
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_an_empty_list_of_params_raises_an_error_with_both_numbers(llm: LLM, num_prompts: int) -> None:
+    prompts, chats = [[1, 2]] * num_prompts, [[{"role": "user", "content": "Hi"}]] * num_prompts
+    for call in (llm.generate, llm.beam_search):
+        with pytest.raises(InvalidRequestError, match=f"{num_prompts} prompts but 0 params"):
+            call(prompts, [])
+    with pytest.raises(InvalidRequestError, match=f"{num_prompts} prompts but 0 params"):
+        llm.chat(chats, [])
+    assert llm.generate([], []) == [] and llm.health().num_prompt_tokens == 0
+
+
 def test_candidates_repeat_with_their_seed_whatever_else_runs(llm: LLM) -> None:
     params = SamplingParams(n=4, max_tokens=10, seed=3, ignore_eos=True)
     (alone,) = llm.generate([PROMPTS[0]], params)
@@ -117,6 +157,14 @@ ABSURD_CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "params is an integer": ("sampling_params", lambda llm: llm.generate([1], 5)),
     "params is a text": ("sampling_params", lambda llm: llm.generate([1], "x")),
     "params is a list of integers": ("sampling_params", lambda llm: llm.generate([1], [5])),
+    "params is an empty dict": ("sampling_params", lambda llm: llm.generate([1], {})),
+    "params is false": ("sampling_params", lambda llm: llm.chat([{"role": "user", "content": "x"}], False)),
+    "params of a beam search are for sampling": ("params", lambda llm: llm.beam_search([1], SamplingParams())),
+    "params of a beam search has one for sampling": ("params", lambda llm: llm.beam_search([1], [SamplingParams()])),
+    "pooling params is a dict": ("pooling_params", lambda llm: llm.embed([1], pooling_params={"dimensions": 3})),
+    "data is missing": ("data_1", lambda llm: llm.score(None, "x")),
+    "data is a list of token ids": ("data_2", lambda llm: llm.score("x", [1, 2])),
+    "prompt has an image": ("prompts", lambda llm: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}})),
     "temperature is a text": ("temperature", lambda llm: llm.generate([1], SamplingParams(temperature="x"))),  # type: ignore[arg-type]
     "n is missing": ("n", lambda llm: llm.generate([1], SamplingParams(n=None))),  # type: ignore[arg-type]
     "priority is an integer": ("priority", lambda llm: llm.generate([1], priority=5)),
@@ -178,6 +226,23 @@ def test_chat_joins_the_text_parts_of_a_message(llm: LLM) -> None:
     image = [{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}]
     (refused,) = llm.chat([{"role": "user", "content": image}], GREEDY)
     assert refused.error is not None and "only text parts" in refused.error.message
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"content": "Hi"}, "role must be text, got None"),
+        ({"role": 5, "content": "Hi"}, "role must be text, got 5"),
+        ({"role": "user", "content": 5}, "content must be text or a list of text parts, got 5"),
+        ({"role": "user", "content": {"text": "Hi"}}, "content must be text or a list of text parts, got {"),
+    ],
+)
+def test_chat_message_with_a_field_of_another_type_has_an_error_and_others_finish(
+    llm: LLM, message: dict[str, Any], words: str
+) -> None:
+    good, bad = llm.chat([[{"role": "user", "content": "Hi"}], [message]], GREEDY)
+    assert good.error is None and len(good.outputs[0].token_ids) == 20
+    assert isinstance(bad.error, InvalidRequestError) and words in bad.error.message
 
 
 def test_generate_ends_at_the_end_token_of_the_tokenizer(llm: LLM, folder: Path, tmp_path: Path) -> None:
@@ -295,7 +360,7 @@ def test_unsupported_page_size_is_rejected_before_loading(page_size: int) -> Non
         LLM("no/such/model", page_size=page_size)
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len", "tensor_parallel_size"])
 @pytest.mark.parametrize("value", [0, -1, "8"])
 def test_limit_that_is_no_positive_integer_is_rejected_before_loading(name: str, value: Any) -> None:
     options: dict[str, Any] = {name: value}
@@ -347,6 +412,18 @@ def test_a_folder_without_tokenizer_takes_token_ids(oracle: Any, tmp_path: Path)
 
 def test_closed_llm_rejects_calls(llm: LLM) -> None:
     llm.close()
+    with pytest.raises(InvalidRequestError, match="closed"):
+        llm.generate([[1]], GREEDY)
+
+
+def test_close_waits_for_the_call_that_runs_in_another_thread(llm: LLM) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(llm.generate, PROMPTS, replace(GREEDY, max_tokens=100), use_tqdm=False)
+        while llm.stats().num_in_use == 0 and not call.done():
+            time.sleep(0.01)
+        llm.close()
+        outputs = call.result()
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [100] * 3
     with pytest.raises(InvalidRequestError, match="closed"):
         llm.generate([[1]], GREEDY)
 

@@ -103,6 +103,10 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda f: set_config(f, rope_parameters={"rope_type": "yarn"}),
         ["config.json", "'yarn' needs a positive factor"],
     ),
+    "partial-rotary-scaled": (
+        lambda f: set_config(f, partial_rotary_factor=0.5, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        ["config.json", "partial_rotary_factor 0.5 with rope scaling 'linear' is not supported"],
+    ),
     "no-weights": (lambda f: (f / "model.safetensors").unlink(), ["model.safetensors", "missing"]),
     "pickle-only": (pickled, ["pytorch_model.bin", "pickled weights are refused"]),
     "tensor-missing": (lambda f: set_weights(f, lambda t: t.pop(NORM)), ["model.safetensors", NORM, "missing"]),
@@ -251,6 +255,28 @@ def test_sharded_weights_are_read(folder: Path, sample_of: Get, load: Load) -> N
     assert model_info.num_parameters == sum(tensor.numel() for tensor in tensors.values())
 
 
+@pytest.mark.parametrize("named", ["part-0.safetensors", "part-1.safetensors"])
+def test_tensor_in_two_shards_is_read_where_index_and_transformers_agree(folder: Path, load: Load, named: str) -> None:
+    from tests.model.drive import greedy
+
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_file({NORM: tensors[NORM] * 5}, folder / "part-0.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "part-1.safetensors", {"format": "pt"})
+    shards = {**dict.fromkeys(tensors, "part-1.safetensors"), NORM: named, "other": "part-0.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    assert oracle.state_dict()[NORM].equal(tensors[NORM]), "transformers reads the last shard"
+    if named == "part-0.safetensors":
+        with pytest.raises(ModelFolderError, match=f"tensor {NORM} is in {named} too, and .* does not say part-1"):
+            load(folder)
+        return
+    (answer,) = greedy(load(folder), [[5, 6, 7]], 8)
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([[5, 6, 7, *answer]]), use_cache=False).logits[0]
+    assert logits[2:-1].argmax(-1).tolist() == answer
+
+
 def test_transformers_4_config_is_equivalent(folder: Path, load: Load, sample_of: Get) -> None:
     """`rope_theta` and `torch_dtype` at the top, as transformers 4 wrote them."""
     from tests.model.drive import greedy
@@ -275,6 +301,7 @@ SCALING = {"rope_type": "linear", "factor": 3.0}
         pytest.param("llama", {"sliding_window": 8}, id="llama-ignores-windows"),
         pytest.param("mistral-window", {"layer_types": LAYER_TYPES}, id="mistral-windows-of-some-layers"),
         pytest.param("llama", {"rope_scaling": SCALING}, id="rope-scaling-replaces-parameters"),
+        pytest.param("llama", {"partial_rotary_factor": 0.5}, id="llama-ignores-partial-rotary-factor"),
         pytest.param("qwen3", {"tie_word_embeddings": True}, id="stored-head-of-a-tied-model"),
     ],
 )

@@ -76,6 +76,7 @@ class _Family:
     sliding_window: int | None = None
     gated_window: bool = False
     fused: bool = False
+    partial_rotary: bool = False
 
 
 FAMILIES = {
@@ -83,7 +84,7 @@ FAMILIES = {
     "mistral": _Family(num_kv_heads=8, max_position=131072, sliding_window=4096),
     "qwen2": _Family(num_kv_heads=32, qkv_bias=True, sliding_window=4096, gated_window=True),
     "qwen3": _Family(num_kv_heads=32, head_dim=128, qk_norm=True, sliding_window=4096, gated_window=True),
-    "phi3": _Family(max_position=4096, fused=True),
+    "phi3": _Family(max_position=4096, fused=True, partial_rotary=True),
 }
 
 
@@ -173,7 +174,7 @@ def read_architecture(config: dict[str, Any], where: Path) -> Architecture:
         head_dim=head_dim,
         max_position=max_position,
         rms_norm_eps=read.number("rms_norm_eps", 1e-5 if known.fused else 1e-6),
-        rope=_rope(read, head_dim, max_position),
+        rope=_rope(read, known, head_dim, max_position),
         windows=_windows(read, known, layers),
         qkv_bias=known.qkv_bias or bias,
         out_bias=bias,
@@ -211,11 +212,15 @@ def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _rope(read: _Reader, head_dim: int, max_position: int) -> Rope:
+def _rope(read: _Reader, known: _Family, head_dim: int, max_position: int) -> Rope:
     scaling = _rope_parameters(read.config)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     theta = scaling.get("rope_theta", read.config.get("rope_theta"))
     share = scaling.get("partial_rotary_factor", read.config.get("partial_rotary_factor"))
+    if not known.partial_rotary:
+        if share not in (None, 1) and kind != "default":  # transformers cannot run it
+            raise read.fail(f"partial_rotary_factor {share} with rope scaling {kind!r} is not supported")
+        share = None  # transformers ignores it
     share = 1.0 if share is None else share
     options = {
         name: float(value)

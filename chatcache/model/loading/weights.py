@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from chatcache.errors import ModelFolderError
+from chatcache.model.loading.files import INDEX, read_json
 
 DTYPES = {
     "F64": torch.float64,
@@ -124,8 +125,11 @@ class Weights:
         self._entries: dict[str, Entry] = {}
         self._headers: list[bytes] = []
         self._data: list[memoryview] = []
+        self._replaced: dict[str, Path] = {}
         for path in files:
             self._map(path)
+        if self._replaced:
+            self._check_replaced(read_json(files[0].parent / INDEX)["weight_map"])
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -207,11 +211,23 @@ class Weights:
         header.pop("__metadata__", None)
         for name, fields in header.items():
             if name in self._entries:
-                raise ModelFolderError(f"{path}: tensor {name} is in {self._entries[name].file.name} too")
+                self._replaced[name] = self._entries[name].file
             self._entries[name] = _entry(path, name, fields, data)
         _check_layout(path, header, len(data))
         self._headers.append(raw)
         self._data.append(data)
+
+    def _check_replaced(self, shards: dict[str, str]) -> None:
+        """Verify that the index names the last of several files with a tensor, which is the one transformers reads.
+
+        Raises: ModelFolderError, since another one would be read than the index or transformers selects.
+        """
+        for name, other in self._replaced.items():
+            file = self._entries[name].file
+            if shards.get(name) != file.name:
+                raise ModelFolderError(
+                    f"{file}: tensor {name} is in {other.name} too, and {INDEX} does not say {file.name}, the last"
+                )
 
 
 def is_finite(tensor: Tensor) -> bool:
