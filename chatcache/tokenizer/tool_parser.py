@@ -13,9 +13,9 @@ reported as they arrive, exactly as the model wrote them:
                      ^               `-------------- reported character by character
                      `- the call is reported here
 
-White space around calls is not part of the text. If the stream ends within a call, or its arguments violate their
-notation, the call keeps the arguments so far and stays open (`has_open_call`). A part of a delimiter that the stream
-ends with after a call is not text.
+White space around calls is not part of the text; a line break separates the text after a call from that before it. If
+the stream ends within a call, or its arguments violate their notation, the call keeps the arguments so far and stays
+open (`has_open_call`). A part of a delimiter that the stream ends with after a call is not text.
 Of calls in JSON, only the outer object must be valid (keys, colons, commas). The end of the arguments is found by
 brackets and quotes alone: errors within them are passed to the client unchanged. Arguments in another notation are
 reported as JSON (`argument_readers`).
@@ -310,6 +310,8 @@ class ToolCallParser:
         self._held = ""
         self._at_start = True
         self._trims = False
+        self._has_text = False
+        self._text_separator = ""  # of the next text from an earlier one
         self._attempt: list[str] = []  # input of a possible call whose name is not complete yet
         self._is_bare = False
         self._expected: tuple[str, ...] = ()  # delimiters before the name
@@ -342,7 +344,7 @@ class ToolCallParser:
 
     def _is_plain_text(self, text: str) -> bool:
         """Return True if nothing is held back and no call can start in `text`."""
-        if self._held or self._trims or self._at_start or self._state != self._in_text:
+        if self._held or self._trims or not self._has_text or self._state != self._in_text:
             return False
         return text != "" and text[-1] not in WHITESPACE and not any(mark[0] in text for mark in self._markers)
 
@@ -351,7 +353,7 @@ class ToolCallParser:
         while rest:
             rest = self._state(rest, last)
         if last and self._attempt:
-            self._texts += self._attempt
+            self._emit_text("".join(self._attempt))
             self._attempt = []
         parsed = ParsedText("".join(self._texts), calls=tuple(self._parts))
         self._texts.clear()
@@ -514,6 +516,7 @@ class ToolCallParser:
             self._is_broken = False
             self._attempt = []
             self._number += 1
+            self._text_separator = "\n" if self._has_text else ""
             self._parts.append(ToolCallDelta(self._number, self._object.name, call_id="".join(self._call_id)))
             self._call_id = []
 
@@ -559,7 +562,9 @@ class ToolCallParser:
     def _emit_text(self, text: str) -> None:
         if text:
             self._at_start = False
-            self._texts.append(text)
+            self._has_text = True
+            self._texts.append(self._text_separator + text)
+            self._text_separator = ""
 
     def _hold(self, text: str) -> str:
         self._held = text

@@ -131,49 +131,53 @@ class Found(NamedTuple):
 
 
 def hermes(text: str) -> tuple[str, list[Call]]:
-    return _split(text, "<tool_call>", _hermes_call, 0)
+    return _with_line_breaks(*_split(text, "<tool_call>", _hermes_call, 0))
 
 
 def llama3(text: str, names: frozenset[str]) -> tuple[str, list[Call]]:
     marker, start = "<|python_tag|>", skip(text, 0)
     if text[start : start + 1] != "{":
-        return _split(text, marker, _llama_calls, 0)
+        return _with_line_breaks(*_split(text, marker, _llama_calls, 0))
     try:
         found = _joined(text, start, ";", names)
     except NoCallError as no:
         keep = _without_space(text, 0, no.args[0])
-        shown, more = _split(text, marker, _llama_calls, keep)
-        return text[:keep] + shown, more
-    shown, more = _go_on(text, marker, _llama_calls, found)
-    return shown, found.calls + more
+        (shown, *others), more = _split(text, marker, _llama_calls, keep)
+        return _with_line_breaks([text[:keep] + shown, *others], more)
+    texts, more = _go_on(text, marker, _llama_calls, found)
+    return _with_line_breaks(texts, found.calls + more)
 
 
 def mistral(text: str) -> tuple[str, list[Call]]:
-    return _split(text, "[TOOL_CALLS]", _mistral_calls, 0)
+    return _with_line_breaks(*_split(text, "[TOOL_CALLS]", _mistral_calls, 0))
 
 
-def _split(text: str, marker: str, calls_at: Callable[[str, int], Found], at: int) -> tuple[str, list[Call]]:
-    """Cut `text[at:]` at markers that open calls."""
+def _with_line_breaks(texts: list[str], calls: list[Call]) -> tuple[str, list[Call]]:
+    return "\n".join(text for text in texts if text), calls
+
+
+def _split(text: str, marker: str, calls_at: Callable[[str, int], Found], at: int) -> tuple[list[str], list[Call]]:
+    """Cut `text[at:]` at markers that open calls. Returns the texts between calls, and the calls."""
     opened = text.find(marker, at)
     if opened < 0:
-        return text[at:], []
+        return [text[at:]], []
     try:
         found = calls_at(text, opened + len(marker))
     except NoCallError as no:
         keep = _without_space(text, at, no.args[0])
-        shown, calls = _split(text, marker, calls_at, keep)
-        return text[at:keep] + shown, calls
-    shown, calls = _go_on(text, marker, calls_at, found)
-    return text[at:opened].rstrip(SPACE) + shown, found.calls + calls
+        (shown, *others), calls = _split(text, marker, calls_at, keep)
+        return [text[at:keep] + shown, *others], calls
+    texts, calls = _go_on(text, marker, calls_at, found)
+    return [text[at:opened].rstrip(SPACE), *texts], found.calls + calls
 
 
-def _go_on(text: str, marker: str, calls_at: Callable[[str, int], Found], found: Found) -> tuple[str, list[Call]]:
+def _go_on(text: str, marker: str, calls_at: Callable[[str, int], Found], found: Found) -> tuple[list[str], list[Call]]:
     at = skip(text, found.end)
     if found.plain_until <= at:
         return _split(text, marker, calls_at, at)
     keep = _without_space(text, at, found.plain_until)
-    shown, calls = _split(text, marker, calls_at, keep)
-    return text[at:keep] + shown, calls
+    (shown, *others), calls = _split(text, marker, calls_at, keep)
+    return [text[at:keep] + shown, *others], calls
 
 
 def _without_space(text: str, start: int, end: int) -> int:

@@ -97,6 +97,22 @@ def test_what_models_write_when_all_is_well(name: str) -> None:
     assert parse(FORMATS[name][0], list(GOOD[name] % (one, two))) == (text, calls)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Let me look.%sDone.", "Let me look.\nDone."),
+        ("Let me look. %s\n\n%s  Done.\n%s Bye", "Let me look.\nDone.\nBye"),
+        ("\n%sDone.", "Done."),
+        ("Let me look.%s\n", "Let me look."),
+        ("Let me look.%s<tool_call>no", "Let me look.\n<tool_call>no"),
+    ],
+)
+def test_text_around_calls_is_separated_by_a_line_break(text: str, shown: str) -> None:
+    text = text.replace("%s", '<tool_call>{"name": "f"}</tool_call>')
+    for deltas in ([text], list(text)):
+        assert parse(HERMES, deltas)[0] == shown
+
+
 def test_the_name_comes_as_soon_as_it_is_complete_and_arguments_as_they_come() -> None:
     parser = ToolCallParser(HERMES)
     seen = [parser.push(piece) for piece in ('Hm <tool_call>{"name": "f', '", "argu', 'ments": {"a"', ": 1", "2}", "}")]
