@@ -538,6 +538,9 @@ class ToolCallParser:
                 self._attempt = []
                 self._state = self._in_text
             return text[len(word) :]
+        if text.startswith("{") and self._bare == "{":  # no separator
+            self._expected, self._state = (), self._in_head
+            return text
         if text and any(word.startswith(text) for word in self._after):
             return self._hold(text)
         if text:
@@ -593,6 +596,8 @@ def _followers(syntax: ToolCallSyntax, *, in_list: bool) -> dict[str, tuple[_The
         for words in ((*separator, *opening), opening):
             if words:
                 found.setdefault(words[0], (_Then.CALL, tuple(words[1:])))
+    if syntax.allows_bare and syntax.is_object and not syntax.is_list:
+        found |= dict.fromkeys((";", ","), (_Then.CALL, ()))
     last = ending if syntax.section_open else closing
     if last:
         found[last[-1]] = (_Then.TEXT, ())

@@ -139,7 +139,7 @@ def llama3(text: str, names: frozenset[str]) -> tuple[str, list[Call]]:
     if text[start : start + 1] != "{":
         return _with_line_breaks(*_split(text, marker, _llama_calls, 0))
     try:
-        found = _joined(text, start, ";", names)
+        found = _joined(text, start, (";", ",", ""), names)
     except NoCallError as no:
         keep = _without_space(text, 0, no.args[0])
         (shown, *others), more = _split(text, marker, _llama_calls, keep)
@@ -201,7 +201,7 @@ def _hermes_call(text: str, at: int) -> Found:
     return Found([call], end, end)
 
 
-def _joined(text: str, at: int, joint: str, names: frozenset[str] | None = None) -> Found:
+def _joined(text: str, at: int, joints: tuple[str, ...], names: frozenset[str] | None = None) -> Found:
     calls: list[Call] = []
     end = at
     while True:
@@ -215,7 +215,8 @@ def _joined(text: str, at: int, joint: str, names: frozenset[str] | None = None)
             return Found(calls, end, no.args[0])
         calls.append(call)
         end = skip(text, after)
-        if not text.startswith(joint, end):
+        joint = next((each for each in joints if text.startswith(each or "{", end)), None)
+        if joint is None:
             return Found(calls, after, after)
         at = end + len(joint)
 
@@ -230,13 +231,13 @@ def _behind_name(text: str, at: int) -> int:
 
 
 def _llama_calls(text: str, at: int) -> Found:
-    return _joined(text, at, ";")
+    return _joined(text, at, (";", ",", ""))
 
 
 def _mistral_calls(text: str, at: int) -> Found:
     at = skip(text, at)
     if text[at : at + 1] == "[":
-        found = _joined(text, at + 1, ",")
+        found = _joined(text, at + 1, (",",))
         behind = skip(text, found.end)
         closed = found.plain_until == found.end and text.startswith("]", behind)
         return Found(found.calls, behind + 1, behind + 1) if closed else found

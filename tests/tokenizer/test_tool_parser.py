@@ -72,6 +72,8 @@ def parse(syntax: ToolCallSyntax, deltas: Sequence[str]) -> tuple[str, list[Call
 @example(text='<tool_call>{"name":"f","arguments":{"a":1</tool_call> so', places=list(range(60)))
 @example(text='[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": 2}', places=list(range(60)))
 @example(text='{"name": "f", "parameters": {}} ; {"name": "other"', places=list(range(60)))
+@example(text='{"name": "f"}\n{"name": "f"},{"name": "f"}{"name": "other"} {"name": "f"}', places=list(range(80)))
+@example(text='<|python_tag|>{"name": "f"}{"name": "other"}\n{"a": 1}', places=list(range(60)))
 @pytest.mark.slow
 def test_any_cutting_gives_what_the_whole_text_holds(name: str, text: str, places: list[int]) -> None:
     syntax, whole = FORMATS[name]
@@ -111,6 +113,20 @@ def test_text_around_calls_is_separated_by_a_line_break(text: str, shown: str) -
     text = text.replace("%s", '<tool_call>{"name": "f"}</tool_call>')
     for deltas in ([text], list(text)):
         assert parse(HERMES, deltas)[0] == shown
+
+
+@pytest.mark.parametrize("opening", ["", "<|python_tag|>"])
+@pytest.mark.parametrize("separator", ["; ", ", ", "\n", "\n\n", ";\n", ""])
+def test_llama3_calls_with_any_separator_are_calls(opening: str, separator: str) -> None:
+    text = opening + separator.join(f'{{"name": "f", "parameters": {{"a": {n}}}}}' for n in range(3))
+    for deltas in ([text], list(text)):
+        assert parse(LLAMA3, deltas) == ("", [Call("f", f'{{"a": {n}}}') for n in range(3)])
+
+
+@pytest.mark.parametrize("rest", [', {"x": 1}', '{"name": "other"}', ", and so on", "; done"])
+def test_llama3_text_after_a_call_that_is_no_call_is_text(rest: str) -> None:
+    for deltas in ([f'{{"name": "f"}}{rest}'], list(f'{{"name": "f"}}{rest}')):
+        assert parse(LLAMA3, deltas) == (rest, [Call("f", "{}")])
 
 
 def test_the_name_comes_as_soon_as_it_is_complete_and_arguments_as_they_come() -> None:
