@@ -15,7 +15,8 @@ reported as they arrive, exactly as the model wrote them:
 
 White space around calls is not part of the text; a line break separates the text after a call from that before it. If
 the stream ends within a call, or its arguments violate their notation, the call keeps the arguments so far and stays
-open (`has_open_call`). A part of a delimiter that the stream ends with after a call is not text.
+open (`has_open_call`). A part of a delimiter that the stream ends with after a call is not text, nor are surplus
+braces after a call in JSON.
 Of calls in JSON, only the outer object must be valid (keys, colons, commas). The end of the arguments is found by
 brackets and quotes alone: errors within them are passed to the client unchanged. Arguments in another notation are
 reported as JSON (`argument_readers`).
@@ -33,6 +34,7 @@ from chatcache.tokenizer.argument_readers import LiteralReader, TaggedReader
 from chatcache.tokenizer.tool_formats import (
     WHITESPACE,
     Functions,
+    JsonArguments,
     LiteralArguments,
     TaggedArguments,
     ToolCallSyntax,
@@ -587,11 +589,12 @@ def _markers(syntax: ToolCallSyntax) -> dict[str, tuple[str, ...]]:
 def _followers(syntax: ToolCallSyntax, *, in_list: bool) -> dict[str, tuple[_Then, tuple[str, ...]]]:
     """Return what may follow the arguments of a call, longest first, each with the delimiters that then follow."""
     closing, ending = syntax.call_close.split(), syntax.section_close.split()
+    surplus = ["}"] if isinstance(syntax.arguments, JsonArguments) else []
     if syntax.is_list and ending:
         ending = [word for word in (*(["]"] if in_list else []), ending[0].removeprefix("]"), *ending[1:]) if word]
     separator = syntax.separator.split() if in_list or not syntax.is_list else []
     opening = () if syntax.allows_bare else syntax.call_lexemes
-    found: dict[str, tuple[_Then, tuple[str, ...]]] = dict.fromkeys((*closing, *ending), (_Then.MORE, ()))
+    found: dict[str, tuple[_Then, tuple[str, ...]]] = dict.fromkeys((*closing, *ending, *surplus), (_Then.MORE, ()))
     if syntax.section_open or syntax.allows_bare:
         for words in ((*separator, *opening), opening):
             if words:

@@ -20,8 +20,8 @@ class NoCallError(Exception):
     """`args[0]`: where that was found out."""
 
 
-def skip(text: str, at: int) -> int:
-    while at < len(text) and text[at] in SPACE:
+def skip(text: str, at: int, chars: str = SPACE) -> int:
+    while at < len(text) and text[at] in chars:
         at += 1
     return at
 
@@ -194,8 +194,8 @@ def _object_at(text: str, at: int) -> tuple[Call, int]:
 
 def _hermes_call(text: str, at: int) -> Found:
     call, at = _object_at(text, at)
-    behind = skip(text, at)
-    end = behind + len("</tool_call>") if text.startswith("</tool_call>", behind) else at
+    behind = skip(text, at, SPACE + "}")
+    end = behind + len("</tool_call>") if text.startswith("</tool_call>", behind) else behind
     if "</tool_call>".startswith(text[behind:]):
         end = len(text)
     return Found([call], end, end)
@@ -214,10 +214,10 @@ def _joined(text: str, at: int, joints: tuple[str, ...], names: frozenset[str] |
                 raise
             return Found(calls, end, no.args[0])
         calls.append(call)
-        end = skip(text, after)
+        end = skip(text, after, SPACE + "}")
         joint = next((each for each in joints if text.startswith(each or "{", end)), None)
         if joint is None:
-            return Found(calls, after, after)
+            return Found(calls, end, end)
         at = end + len(joint)
 
 
@@ -244,6 +244,7 @@ def _mistral_calls(text: str, at: int) -> Found:
     name = re.compile(r"[A-Za-z0-9_.\-]+").match(text, at)
     if name is None:
         call, end = _object_at(text, at)
+        end = skip(text, end, SPACE + "}")
         return Found([call], end, end)
     at = name.end()
     if len(name[0]) > 256 or not (text.startswith("[ARGS]", at) or text.startswith("{", at)):
@@ -251,7 +252,8 @@ def _mistral_calls(text: str, at: int) -> Found:
     at += len("[ARGS]") if text[at] == "[" else 0
     value = skip(text, at)
     end, how = end_of_value(text, value)
-    return Found([Call(name[0], text[value:end] or ("" if how == "cut" else "{}"))], end, end)
+    after = skip(text, end, SPACE + "}")
+    return Found([Call(name[0], text[value:end] or ("" if how == "cut" else "{}"))], after, after)
 
 
 def reasoning(text: str, inside: bool) -> tuple[str, str]:

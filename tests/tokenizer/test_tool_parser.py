@@ -72,6 +72,7 @@ def parse(syntax: ToolCallSyntax, deltas: Sequence[str]) -> tuple[str, list[Call
 @example(text='<tool_call>{"name":"f","arguments":{"a":1</tool_call> so', places=list(range(60)))
 @example(text='[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": 2}', places=list(range(60)))
 @example(text='{"name": "f", "parameters": {}} ; {"name": "other"', places=list(range(60)))
+@example(text='<tool_call>{"name": "f", "arguments": {"a": 1}}}\n} </tool_call> so', places=list(range(60)))
 @example(text='{"name": "f"}\n{"name": "f"},{"name": "f"}{"name": "other"} {"name": "f"}', places=list(range(80)))
 @example(text='<|python_tag|>{"name": "f"}{"name": "other"}\n{"a": 1}', places=list(range(60)))
 @pytest.mark.slow
@@ -127,6 +128,15 @@ def test_llama3_calls_with_any_separator_are_calls(opening: str, separator: str)
 def test_llama3_text_after_a_call_that_is_no_call_is_text(rest: str) -> None:
     for deltas in ([f'{{"name": "f"}}{rest}'], list(f'{{"name": "f"}}{rest}')):
         assert parse(LLAMA3, deltas) == (rest, [Call("f", "{}")])
+
+
+@pytest.mark.parametrize("surplus", ["}", "}\n}", "\n}}"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_surplus_braces_after_a_call_in_json_are_not_text(name: str, surplus: str) -> None:
+    one = '{"name": "f", "arguments": {"a": {}}}'
+    text = GOOD[name] % (one + surplus, one + surplus)
+    for deltas in ([text], list(text)):
+        assert parse(FORMATS[name][0], deltas) == parse(FORMATS[name][0], [GOOD[name] % (one, one)])
 
 
 def test_the_name_comes_as_soon_as_it_is_complete_and_arguments_as_they_come() -> None:
