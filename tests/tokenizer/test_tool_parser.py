@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from chatcache.tokenizer.reasoning import ReasoningParser
-from chatcache.tokenizer.tool_formats import HERMES, LLAMA3, MISTRAL, PYTHONIC, QWEN3_CODER, ToolCallSyntax
+from chatcache.tokenizer.tool_formats import HERMES, LFM2, LLAMA3, MISTRAL, PYTHONIC, QWEN3_CODER, ToolCallSyntax
 from chatcache.tokenizer.tool_parser import ParsedText, ToolCallParser
 from tests.tokenizer import oracles as oracle
 from tests.tokenizer.oracles import Call
@@ -80,6 +80,29 @@ def test_any_cutting_gives_what_the_whole_text_holds(name: str, text: str, place
     syntax, whole = FORMATS[name]
     expected = whole(text)
     assert parse(syntax, [text]) == expected
+    assert parse(syntax, cut(text, places)) == expected
+    assert parse(syntax, list(text)) == expected
+
+
+# Calls in notations other than JSON, whole and in parts.
+OTHER_PIECES = [
+    *("[f(a=.5, b=[0x1F, 1_000]), f()]", "[f(", "f(", "a='", '"""', "a=5.", "1e999", ", ", ")", "]", "\\x4"),
+    *("<|tool_call_start|>", "<|tool_call_end|>"),
+    *("<function=f>\n", "<parameter=a>\n", "\n</parameter>\n", "</function>"),
+]
+
+
+@pytest.mark.parametrize("syntax", [PYTHONIC, LFM2, QWEN3_CODER], ids=["pythonic", "lfm2", "qwen3_coder"])
+@settings(max_examples=400, deadline=None)
+@given(
+    text=st.lists(st.sampled_from(PIECES + OTHER_PIECES) | st.text(max_size=3), max_size=12).map("".join),
+    places=st.lists(st.integers(0, 500), max_size=12),
+)
+@example(text="[f(a=.5, b=[0x1F, 1_000])]", places=[5, 7, 12, 14, 18])
+@example(text=f"[f(a={'1' * 600})]", places=list(range(600)))
+@pytest.mark.slow
+def test_any_cutting_gives_what_one_piece_gives(syntax: ToolCallSyntax, text: str, places: list[int]) -> None:
+    expected = parse(syntax, [text])
     assert parse(syntax, cut(text, places)) == expected
     assert parse(syntax, list(text)) == expected
 
