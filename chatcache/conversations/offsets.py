@@ -155,6 +155,9 @@ class _VisibleTextLocator:
         The last occurrence counts, since short texts may also occur in the markup before it.
         """
         text, self._run = "".join(self._run), []
+        if text.startswith("\n") and text not in self._written[self._end : self._run_end]:
+            text = text[1:]  # the parser wrote this line break, to separate the text from an earlier one
+            self._num_shown += 1
         is_first = not self._num_shown and self._written.startswith(text)
         start = 0 if is_first else self._written.rfind(text, self._end, self._run_end)
         if text and start >= 0:

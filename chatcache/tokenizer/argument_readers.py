@@ -11,6 +11,7 @@ JSON text stays incomplete (`is_complete`), as that of a reply that was cut off.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
@@ -233,10 +234,26 @@ class _Expects(Enum):
 
 
 _WORD = re.compile(r"[^\s\"'()\[\]{},:=<]+")
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")  # of JSON
+_INTEGER = re.compile(r"[+-]?(?:0[xXoObB]\w+|[\d_]+)")  # of Python, possibly with misplaced digits
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 _HEX = {"x": 2, "u": 4, "U": 8}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+
+def _number_to_json(word: str) -> str | None:
+    """Return a number literal as JSON: one of JSON as it is, a finite one of Python converted; None for other words."""
+    if not word.isascii():
+        return None
+    if _NUMBER.fullmatch(word):
+        return word
+    try:
+        value = int(word, 0) if _INTEGER.fullmatch(word) else float(word)
+    except ValueError:
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return json.dumps(value)
 
 
 class LiteralReader:
@@ -289,10 +306,10 @@ class LiteralReader:
         if char in ",:=([{":
             return at + 1 if self._punctuation(char) else at
         found = _WORD.match(text, at)
-        if found is None:
+        if found is None or found.end() - at > MAX_KEY_CHARS:
             return self._break(at)
         if found.end() == len(text) and not last:
-            return at if found.end() - at <= MAX_KEY_CHARS else self._break(at)
+            return at
         return found.end() if self._word(found[0]) else at
 
     def _break(self, at: int) -> int:
@@ -331,8 +348,8 @@ class LiteralReader:
             self._expects = _Expects.ASSIGN
             return True
         word = _WORDS.get(word, word)
-        known = word in ("true", "false", "null") or _NUMBER.fullmatch(word)
-        self._emit(word if known else json.dumps(word, ensure_ascii=False))
+        value = word if word in ("true", "false", "null") else _number_to_json(word)
+        self._emit(value or json.dumps(word, ensure_ascii=False))
         self._expects = _Expects.NEXT
         return True
 

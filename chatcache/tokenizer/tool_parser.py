@@ -13,9 +13,10 @@ reported as they arrive, exactly as the model wrote them:
                      ^               `-------------- reported character by character
                      `- the call is reported here
 
-White space around calls is not part of the text. If the stream ends within a call, or its arguments violate their
-notation, the call keeps the arguments so far and stays open (`has_open_call`). A part of a delimiter that the stream
-ends with after a call is not text.
+White space around calls is not part of the text; a line break separates the text after a call from that before it. If
+the stream ends within a call, or its arguments violate their notation, the call keeps the arguments so far and stays
+open (`has_open_call`). A part of a delimiter that the stream ends with after a call is not text, nor are surplus
+braces after a call in JSON.
 Of calls in JSON, only the outer object must be valid (keys, colons, commas). The end of the arguments is found by
 brackets and quotes alone: errors within them are passed to the client unchanged. Arguments in another notation are
 reported as JSON (`argument_readers`).
@@ -33,6 +34,7 @@ from chatcache.tokenizer.argument_readers import LiteralReader, TaggedReader
 from chatcache.tokenizer.tool_formats import (
     WHITESPACE,
     Functions,
+    JsonArguments,
     LiteralArguments,
     TaggedArguments,
     ToolCallSyntax,
@@ -310,6 +312,8 @@ class ToolCallParser:
         self._held = ""
         self._at_start = True
         self._trims = False
+        self._has_text = False
+        self._text_separator = ""  # of the next text from an earlier one
         self._attempt: list[str] = []  # input of a possible call whose name is not complete yet
         self._is_bare = False
         self._expected: tuple[str, ...] = ()  # delimiters before the name
@@ -342,7 +346,7 @@ class ToolCallParser:
 
     def _is_plain_text(self, text: str) -> bool:
         """Return True if nothing is held back and no call can start in `text`."""
-        if self._held or self._trims or self._at_start or self._state != self._in_text:
+        if self._held or self._trims or not self._has_text or self._state != self._in_text:
             return False
         return text != "" and text[-1] not in WHITESPACE and not any(mark[0] in text for mark in self._markers)
 
@@ -351,7 +355,7 @@ class ToolCallParser:
         while rest:
             rest = self._state(rest, last)
         if last and self._attempt:
-            self._texts += self._attempt
+            self._emit_text("".join(self._attempt))
             self._attempt = []
         parsed = ParsedText("".join(self._texts), calls=tuple(self._parts))
         self._texts.clear()
@@ -514,6 +518,7 @@ class ToolCallParser:
             self._is_broken = False
             self._attempt = []
             self._number += 1
+            self._text_separator = "\n" if self._has_text else ""
             self._parts.append(ToolCallDelta(self._number, self._object.name, call_id="".join(self._call_id)))
             self._call_id = []
 
@@ -535,6 +540,9 @@ class ToolCallParser:
                 self._attempt = []
                 self._state = self._in_text
             return text[len(word) :]
+        if text.startswith("{") and self._bare == "{":  # no separator
+            self._expected, self._state = (), self._in_head
+            return text
         if text and any(word.startswith(text) for word in self._after):
             return self._hold(text)
         if text:
@@ -559,7 +567,9 @@ class ToolCallParser:
     def _emit_text(self, text: str) -> None:
         if text:
             self._at_start = False
-            self._texts.append(text)
+            self._has_text = True
+            self._texts.append(self._text_separator + text)
+            self._text_separator = ""
 
     def _hold(self, text: str) -> str:
         self._held = text
@@ -579,15 +589,18 @@ def _markers(syntax: ToolCallSyntax) -> dict[str, tuple[str, ...]]:
 def _followers(syntax: ToolCallSyntax, *, in_list: bool) -> dict[str, tuple[_Then, tuple[str, ...]]]:
     """Return what may follow the arguments of a call, longest first, each with the delimiters that then follow."""
     closing, ending = syntax.call_close.split(), syntax.section_close.split()
+    surplus = ["}"] if isinstance(syntax.arguments, JsonArguments) else []
     if syntax.is_list and ending:
         ending = [word for word in (*(["]"] if in_list else []), ending[0].removeprefix("]"), *ending[1:]) if word]
     separator = syntax.separator.split() if in_list or not syntax.is_list else []
     opening = () if syntax.allows_bare else syntax.call_lexemes
-    found: dict[str, tuple[_Then, tuple[str, ...]]] = dict.fromkeys((*closing, *ending), (_Then.MORE, ()))
+    found: dict[str, tuple[_Then, tuple[str, ...]]] = dict.fromkeys((*closing, *ending, *surplus), (_Then.MORE, ()))
     if syntax.section_open or syntax.allows_bare:
         for words in ((*separator, *opening), opening):
             if words:
                 found.setdefault(words[0], (_Then.CALL, tuple(words[1:])))
+    if syntax.allows_bare and syntax.is_object and not syntax.is_list:
+        found |= dict.fromkeys((";", ","), (_Then.CALL, ()))
     last = ending if syntax.section_open else closing
     if last:
         found[last[-1]] = (_Then.TEXT, ())

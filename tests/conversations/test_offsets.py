@@ -122,10 +122,10 @@ SAID: dict[str, tuple[str, list[str], str]] = {
     "a thought": ("hermes", ["", "<think>\nhm, 2 < 3 <b>\n</think>\n\n", "It is 3 << 4 <then> stop <"], "a"),
     "a thought that was open": ("opened", ["", "well: <ok>\n</think>\n", "Done."], "<think>\n"),
     "calls after text": ("hermes", ["Look at \n\n it.", f"\n{CALL}\n{CALL}"], "a"),
-    "text between calls": ("hermes", ["weather", f" {CALL} ", "weather in the north", f"\n{CALL}"], "a"),
+    "text between calls": ("hermes", ["weather", f" {CALL} ", "\nweather in the north", f"\n{CALL}"], "a"),
     "all of it": ("qwen3", ["", "<think>Look.</think>", "Look.", f"\n\n{CALL}"], "a"),
-    "marks that are none": ("hermes", ["", "<think>a</think>\n", "<<b <<tool_call", f"\n{CALL}", "<<c"], "a"),
-    "what a call says": ("hermes", ["<", f"{CALL}", "<<tool", f"\n{CALL}\n"], "a"),
+    "marks that are none": ("hermes", ["", "<think>a</think>\n", "<<b <<tool_call", f"\n{CALL}", "\n<<c"], "a"),
+    "what a call says": ("hermes", ["<", f"{CALL}", "\n<<tool", f"\n{CALL}\n"], "a"),
     "no call after all": ("hermes", ['<tool_call>\n{"no": 1}\n</tool_call> so it goes 🎉!'], "a"),
     "nothing shown": ("hermes", ["", f"<think>a</think>\n{CALL}"], "a"),
 }
@@ -156,6 +156,19 @@ def test_token_offsets_of_reasoning_and_calls_are_none(case: str) -> None:
         there = places[span[0]] if span[0] == span[1] else None
         expected.append((shown[0], shown[-1] + 1) if shown else (there, there) if there is not None else None)
     assert token_char_offsets(speech, prompt, item) == expected
+
+
+def test_token_offsets_skip_the_line_break_that_separates_text_after_a_call() -> None:
+    tokenizer = tokenizer_of("hermes")
+    speech = ReplyContext(tokenizer, detect_format(tokenizer), {"weather": {}})
+    prompt, written = tokenizer.encode_after("", "a"), f"Look.{CALL}Done"
+    reading = speech.new_parser(prompt)
+    reading.push(written)
+    ids = tokenizer.encode_after("", written)
+    item = Item("msg_x", None, "assistant", reading.text, tuple(ids), parts=reading.parts(written))
+    shown = [span for span in token_char_offsets(speech, prompt, item) if span is not None]
+    assert item.text == "Look.\nDone"
+    assert "".join(item.text[start:end] for start, end in shown) == "Look.Done"
 
 
 def test_token_offsets_hidden_token_inside_a_character_is_none() -> None:

@@ -20,8 +20,8 @@ class NoCallError(Exception):
     """`args[0]`: where that was found out."""
 
 
-def skip(text: str, at: int) -> int:
-    while at < len(text) and text[at] in SPACE:
+def skip(text: str, at: int, chars: str = SPACE) -> int:
+    while at < len(text) and text[at] in chars:
         at += 1
     return at
 
@@ -131,49 +131,53 @@ class Found(NamedTuple):
 
 
 def hermes(text: str) -> tuple[str, list[Call]]:
-    return _split(text, "<tool_call>", _hermes_call, 0)
+    return _with_line_breaks(*_split(text, "<tool_call>", _hermes_call, 0))
 
 
 def llama3(text: str, names: frozenset[str]) -> tuple[str, list[Call]]:
     marker, start = "<|python_tag|>", skip(text, 0)
     if text[start : start + 1] != "{":
-        return _split(text, marker, _llama_calls, 0)
+        return _with_line_breaks(*_split(text, marker, _llama_calls, 0))
     try:
-        found = _joined(text, start, ";", names)
+        found = _joined(text, start, (";", ",", ""), names)
     except NoCallError as no:
         keep = _without_space(text, 0, no.args[0])
-        shown, more = _split(text, marker, _llama_calls, keep)
-        return text[:keep] + shown, more
-    shown, more = _go_on(text, marker, _llama_calls, found)
-    return shown, found.calls + more
+        (shown, *others), more = _split(text, marker, _llama_calls, keep)
+        return _with_line_breaks([text[:keep] + shown, *others], more)
+    texts, more = _go_on(text, marker, _llama_calls, found)
+    return _with_line_breaks(texts, found.calls + more)
 
 
 def mistral(text: str) -> tuple[str, list[Call]]:
-    return _split(text, "[TOOL_CALLS]", _mistral_calls, 0)
+    return _with_line_breaks(*_split(text, "[TOOL_CALLS]", _mistral_calls, 0))
 
 
-def _split(text: str, marker: str, calls_at: Callable[[str, int], Found], at: int) -> tuple[str, list[Call]]:
-    """Cut `text[at:]` at markers that open calls."""
+def _with_line_breaks(texts: list[str], calls: list[Call]) -> tuple[str, list[Call]]:
+    return "\n".join(text for text in texts if text), calls
+
+
+def _split(text: str, marker: str, calls_at: Callable[[str, int], Found], at: int) -> tuple[list[str], list[Call]]:
+    """Cut `text[at:]` at markers that open calls. Returns the texts between calls, and the calls."""
     opened = text.find(marker, at)
     if opened < 0:
-        return text[at:], []
+        return [text[at:]], []
     try:
         found = calls_at(text, opened + len(marker))
     except NoCallError as no:
         keep = _without_space(text, at, no.args[0])
-        shown, calls = _split(text, marker, calls_at, keep)
-        return text[at:keep] + shown, calls
-    shown, calls = _go_on(text, marker, calls_at, found)
-    return text[at:opened].rstrip(SPACE) + shown, found.calls + calls
+        (shown, *others), calls = _split(text, marker, calls_at, keep)
+        return [text[at:keep] + shown, *others], calls
+    texts, calls = _go_on(text, marker, calls_at, found)
+    return [text[at:opened].rstrip(SPACE), *texts], found.calls + calls
 
 
-def _go_on(text: str, marker: str, calls_at: Callable[[str, int], Found], found: Found) -> tuple[str, list[Call]]:
+def _go_on(text: str, marker: str, calls_at: Callable[[str, int], Found], found: Found) -> tuple[list[str], list[Call]]:
     at = skip(text, found.end)
     if found.plain_until <= at:
         return _split(text, marker, calls_at, at)
     keep = _without_space(text, at, found.plain_until)
-    shown, calls = _split(text, marker, calls_at, keep)
-    return text[at:keep] + shown, calls
+    (shown, *others), calls = _split(text, marker, calls_at, keep)
+    return [text[at:keep] + shown, *others], calls
 
 
 def _without_space(text: str, start: int, end: int) -> int:
@@ -190,14 +194,14 @@ def _object_at(text: str, at: int) -> tuple[Call, int]:
 
 def _hermes_call(text: str, at: int) -> Found:
     call, at = _object_at(text, at)
-    behind = skip(text, at)
-    end = behind + len("</tool_call>") if text.startswith("</tool_call>", behind) else at
+    behind = skip(text, at, SPACE + "}")
+    end = behind + len("</tool_call>") if text.startswith("</tool_call>", behind) else behind
     if "</tool_call>".startswith(text[behind:]):
         end = len(text)
     return Found([call], end, end)
 
 
-def _joined(text: str, at: int, joint: str, names: frozenset[str] | None = None) -> Found:
+def _joined(text: str, at: int, joints: tuple[str, ...], names: frozenset[str] | None = None) -> Found:
     calls: list[Call] = []
     end = at
     while True:
@@ -210,9 +214,10 @@ def _joined(text: str, at: int, joint: str, names: frozenset[str] | None = None)
                 raise
             return Found(calls, end, no.args[0])
         calls.append(call)
-        end = skip(text, after)
-        if not text.startswith(joint, end):
-            return Found(calls, after, after)
+        end = skip(text, after, SPACE + "}")
+        joint = next((each for each in joints if text.startswith(each or "{", end)), None)
+        if joint is None:
+            return Found(calls, end, end)
         at = end + len(joint)
 
 
@@ -226,19 +231,20 @@ def _behind_name(text: str, at: int) -> int:
 
 
 def _llama_calls(text: str, at: int) -> Found:
-    return _joined(text, at, ";")
+    return _joined(text, at, (";", ",", ""))
 
 
 def _mistral_calls(text: str, at: int) -> Found:
     at = skip(text, at)
     if text[at : at + 1] == "[":
-        found = _joined(text, at + 1, ",")
+        found = _joined(text, at + 1, (",",))
         behind = skip(text, found.end)
         closed = found.plain_until == found.end and text.startswith("]", behind)
         return Found(found.calls, behind + 1, behind + 1) if closed else found
     name = re.compile(r"[A-Za-z0-9_.\-]+").match(text, at)
     if name is None:
         call, end = _object_at(text, at)
+        end = skip(text, end, SPACE + "}")
         return Found([call], end, end)
     at = name.end()
     if len(name[0]) > 256 or not (text.startswith("[ARGS]", at) or text.startswith("{", at)):
@@ -246,7 +252,8 @@ def _mistral_calls(text: str, at: int) -> Found:
     at += len("[ARGS]") if text[at] == "[" else 0
     value = skip(text, at)
     end, how = end_of_value(text, value)
-    return Found([Call(name[0], text[value:end] or ("" if how == "cut" else "{}"))], end, end)
+    after = skip(text, end, SPACE + "}")
+    return Found([Call(name[0], text[value:end] or ("" if how == "cut" else "{}"))], after, after)
 
 
 def reasoning(text: str, inside: bool) -> tuple[str, str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
+import math
 import time
+import warnings
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from chatcache.tokenizer.argument_readers import LiteralReader, TaggedReader, types_of
@@ -40,6 +43,39 @@ def test_arguments_written_by_python_or_as_json_are_read(arguments: dict[str, ob
     as_json = ",".join(f"{key} = {json.dumps(value)}" for key, value in arguments.items())
     assert json.loads(read(f"{python})", size)) == arguments
     assert json.loads(read(f"{as_json} )", size)) == arguments
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text("01789_.eExXobaf+-j", min_size=1, max_size=8), st.integers(1, 9))
+@example(".5", 1)
+@example("5.", 1)
+@example("-0x1F", 2)
+@example("1_000", 2)
+@example("0o17", 9)
+@example("007", 1)
+@example("1e999", 1)
+@example("1_0e999", 1)
+@example("9" * 400, 9)
+@example("inf", 1)
+@example("-nan", 1)
+@example("\N{ARABIC-INDIC DIGIT THREE}", 1)
+def test_number_literals_of_json_or_python_are_numbers_and_other_words_strings(word: str, size: int) -> None:
+    expected: object = word
+    with warnings.catch_warnings(action="ignore"), contextlib.suppress(ValueError, SyntaxError):
+        value = ast.literal_eval(word)
+        if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+            expected = value
+    with contextlib.suppress(ValueError):
+        expected = json.loads(word)
+    found = json.loads(read(f"a={word}, b=[{word}])", size))
+    assert found == {"a": expected, "b": [expected]}
+    assert type(found["a"]) is type(expected)
+
+
+@pytest.mark.parametrize("size", [1, 511, 513, 9_999])
+def test_too_long_words_end_the_arguments(size: int) -> None:
+    assert read(f"a={'1' * 512})", size) == f'{{"a": {"1" * 512}}}'
+    assert read(f"a={'1' * 513})", size) == '{"a": '
 
 
 @pytest.mark.parametrize("escape", [r"\x41", r"\u00e9", r"\U0001F600", r"\n", r"\\", r"\'", r"\"", r"\q", r"\0", r"\a"])

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from chatcache.tokenizer.reasoning import ReasoningParser
-from chatcache.tokenizer.tool_formats import HERMES, LLAMA3, MISTRAL, PYTHONIC, QWEN3_CODER, ToolCallSyntax
+from chatcache.tokenizer.tool_formats import HERMES, LFM2, LLAMA3, MISTRAL, PYTHONIC, QWEN3_CODER, ToolCallSyntax
 from chatcache.tokenizer.tool_parser import ParsedText, ToolCallParser
 from tests.tokenizer import oracles as oracle
 from tests.tokenizer.oracles import Call
@@ -72,11 +72,37 @@ def parse(syntax: ToolCallSyntax, deltas: Sequence[str]) -> tuple[str, list[Call
 @example(text='<tool_call>{"name":"f","arguments":{"a":1</tool_call> so', places=list(range(60)))
 @example(text='[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": 2}', places=list(range(60)))
 @example(text='{"name": "f", "parameters": {}} ; {"name": "other"', places=list(range(60)))
+@example(text='<tool_call>{"name": "f", "arguments": {"a": 1}}}\n} </tool_call> so', places=list(range(60)))
+@example(text='{"name": "f"}\n{"name": "f"},{"name": "f"}{"name": "other"} {"name": "f"}', places=list(range(80)))
+@example(text='<|python_tag|>{"name": "f"}{"name": "other"}\n{"a": 1}', places=list(range(60)))
 @pytest.mark.slow
 def test_any_cutting_gives_what_the_whole_text_holds(name: str, text: str, places: list[int]) -> None:
     syntax, whole = FORMATS[name]
     expected = whole(text)
     assert parse(syntax, [text]) == expected
+    assert parse(syntax, cut(text, places)) == expected
+    assert parse(syntax, list(text)) == expected
+
+
+# Calls in notations other than JSON, whole and in parts.
+OTHER_PIECES = [
+    *("[f(a=.5, b=[0x1F, 1_000]), f()]", "[f(", "f(", "a='", '"""', "a=5.", "1e999", ", ", ")", "]", "\\x4"),
+    *("<|tool_call_start|>", "<|tool_call_end|>"),
+    *("<function=f>\n", "<parameter=a>\n", "\n</parameter>\n", "</function>"),
+]
+
+
+@pytest.mark.parametrize("syntax", [PYTHONIC, LFM2, QWEN3_CODER], ids=["pythonic", "lfm2", "qwen3_coder"])
+@settings(max_examples=400, deadline=None)
+@given(
+    text=st.lists(st.sampled_from(PIECES + OTHER_PIECES) | st.text(max_size=3), max_size=12).map("".join),
+    places=st.lists(st.integers(0, 500), max_size=12),
+)
+@example(text="[f(a=.5, b=[0x1F, 1_000])]", places=[5, 7, 12, 14, 18])
+@example(text=f"[f(a={'1' * 600})]", places=list(range(600)))
+@pytest.mark.slow
+def test_any_cutting_gives_what_one_piece_gives(syntax: ToolCallSyntax, text: str, places: list[int]) -> None:
+    expected = parse(syntax, [text])
     assert parse(syntax, cut(text, places)) == expected
     assert parse(syntax, list(text)) == expected
 
@@ -95,6 +121,45 @@ def test_what_models_write_when_all_is_well(name: str) -> None:
     calls = [Call("get_weather", '{"in":  "Z\\u00fcrich <tool_call>"}'), Call("f", '{"deep": {"x": [1, 2]}}')]
     text = "" if name == "llama3" else "Let me see."
     assert parse(FORMATS[name][0], list(GOOD[name] % (one, two))) == (text, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Let me look.%sDone.", "Let me look.\nDone."),
+        ("Let me look. %s\n\n%s  Done.\n%s Bye", "Let me look.\nDone.\nBye"),
+        ("\n%sDone.", "Done."),
+        ("Let me look.%s\n", "Let me look."),
+        ("Let me look.%s<tool_call>no", "Let me look.\n<tool_call>no"),
+    ],
+)
+def test_text_around_calls_is_separated_by_a_line_break(text: str, shown: str) -> None:
+    text = text.replace("%s", '<tool_call>{"name": "f"}</tool_call>')
+    for deltas in ([text], list(text)):
+        assert parse(HERMES, deltas)[0] == shown
+
+
+@pytest.mark.parametrize("opening", ["", "<|python_tag|>"])
+@pytest.mark.parametrize("separator", ["; ", ", ", "\n", "\n\n", ";\n", ""])
+def test_llama3_calls_with_any_separator_are_calls(opening: str, separator: str) -> None:
+    text = opening + separator.join(f'{{"name": "f", "parameters": {{"a": {n}}}}}' for n in range(3))
+    for deltas in ([text], list(text)):
+        assert parse(LLAMA3, deltas) == ("", [Call("f", f'{{"a": {n}}}') for n in range(3)])
+
+
+@pytest.mark.parametrize("rest", [', {"x": 1}', '{"name": "other"}', ", and so on", "; done"])
+def test_llama3_text_after_a_call_that_is_no_call_is_text(rest: str) -> None:
+    for deltas in ([f'{{"name": "f"}}{rest}'], list(f'{{"name": "f"}}{rest}')):
+        assert parse(LLAMA3, deltas) == (rest, [Call("f", "{}")])
+
+
+@pytest.mark.parametrize("surplus", ["}", "}\n}", "\n}}"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_surplus_braces_after_a_call_in_json_are_not_text(name: str, surplus: str) -> None:
+    one = '{"name": "f", "arguments": {"a": {}}}'
+    text = GOOD[name] % (one + surplus, one + surplus)
+    for deltas in ([text], list(text)):
+        assert parse(FORMATS[name][0], deltas) == parse(FORMATS[name][0], [GOOD[name] % (one, one)])
 
 
 def test_the_name_comes_as_soon_as_it_is_complete_and_arguments_as_they_come() -> None:
