@@ -421,7 +421,7 @@ def num_panels_at_once(job: Any) -> int:
     if job.num_tokens > 1:
         return 1
     share = job.num_outputs // PANEL // (MIN_SHARES * job.num_threads)
-    return max(1, min(share, SHARE_BYTES // (2 * PANEL * job.num_inputs)))
+    return int(max(1, min(share, SHARE_BYTES // (2 * PANEL * job.num_inputs))))
 
 
 @helper
