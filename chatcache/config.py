@@ -168,7 +168,7 @@ def format_size(num_bytes: float) -> str:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read a configuration file: names as written, and values as text or lists of text, as in environment variables.
 
-    As text, a value of another type is refused with the value that was written, and not converted: `port = 80.5`, true.
+    click checks text against the type of the flag. A number it would convert: `port = 80.5` to 80, `port = true` to 1.
     A missing file has no settings. Raises: InvalidRequestError, naming the file, if it is not flat TOML.
     """
     if not path.exists():

@@ -198,6 +198,13 @@ def test_bf16_multiply_equals_torch(unit: str, num_tokens: int) -> None:
         assert bool(((got - expected).abs() <= expected.abs() * 2**-8 + size * 2**-20).all())
 
 
+def is_product(got: Tensor, x: Tensor, weight: Tensor) -> bool:
+    """Return whether `got` is x @ weight.T, up to the rounding of bf16 and of sums in float32."""
+    expected = x.double() @ weight.double().T
+    size = x.double().abs() @ weight.double().abs().T
+    return bool(((got.double() - expected).abs() <= expected.abs() * 2.0**-8 + size * 2.0**-20).all())
+
+
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("unit", UNITS)
 def test_bf16_multiply_of_several_blocks_of_tokens_equals_torch(unit: str) -> None:
@@ -205,9 +212,7 @@ def test_bf16_multiply_of_several_blocks_of_tokens_equals_torch(unit: str) -> No
     num_tokens = 2 * matmul.MIN_BLOCK_GROUPS * matmul.GROUP_TOKENS + 33  # the last block has fewer groups
     x, weight = torch.randn(num_tokens, num_inputs).bfloat16(), torch.randn(96, num_inputs).bfloat16()
     got = matmul.multiply(x, matmul.pack_weight(weight), None, unit)
-    expected = x.double() @ weight.double().T
-    size = x.double().abs() @ weight.double().abs().T
-    assert bool(((got.double() - expected).abs() <= expected.abs() * 2.0**-8 + size * 2.0**-20).all())
+    assert is_product(got, x, weight)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -217,9 +222,7 @@ def test_bf16_multiply_of_one_token_by_many_panels_equals_torch(threads: int) ->
     num_outputs = 32 * (5 * matmul.MIN_SHARES * threads + 3)  # the last share has fewer panels
     x, weight = torch.randn(1, 64).bfloat16(), torch.randn(num_outputs, 64).bfloat16()
     got = matmul.multiply(x, matmul.pack_weight(weight), None, "floats")
-    expected = x.double() @ weight.double().T
-    size = x.double().abs() @ weight.double().abs().T
-    assert bool(((got.double() - expected).abs() <= expected.abs() * 2.0**-8 + size * 2.0**-20).all())
+    assert is_product(got, x, weight)
 
 
 @pytest.mark.parametrize("unit", ["floats", *PAIRS])

@@ -388,7 +388,7 @@ def _pair_kernel(native: bool) -> Launch:
     def kernel(address: Any) -> None:
         job = carray(address, 1, MATMUL_JOB)[0]
         num_panels, num_groups = job.num_outputs // PANEL, (job.num_tokens + GROUP_TOKENS - 1) // GROUP_TOKENS
-        size = 1 if native else num_panels_at_once(job)
+        size = 1 if native else num_panels_at_once(job)  # of a share: items that a thread takes together
         item, thread = fetch_add(address, 0, size), fetch_add(address, 1, 1)
         sums = job.scratch + thread * job.scratch_bytes_per_thread
         floats, widened = sums + 4 * SCRATCH_FLOATS, -1
