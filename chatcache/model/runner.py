@@ -319,8 +319,6 @@ class Runner:
         self._states = states
         self._threads = threads or ThreadCount((1,))
         self._prefaulter = prefaulter
-        if prefaulter is not None:
-            prefaulter.ensure(0)
         self._network = network
         self._kernels = kernels
         self._device = device = network.geometry.device
@@ -379,8 +377,15 @@ class Runner:
         """
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._in_flight.popleft().wait()  # frees its host buffers
-        with self._threads.step(), self._ranks.step(plan) if self._ranks is not None else nullcontext():
-            return self._launch(plan)
+        size = len(plan.rows.tokens), len(plan.rows.slot)
+        if self._prefaulter is not None:
+            self._prefaulter.pause()
+        try:
+            with self._threads.step(size), self._ranks.step(plan) if self._ranks is not None else nullcontext():
+                return self._launch(plan)
+        finally:
+            if self._prefaulter is not None:
+                self._prefaulter.resume()
 
     def check_device(self) -> None:
         """Raise DeviceLostError if one of the other ranks has ended."""
@@ -450,6 +455,8 @@ class Runner:
                 swap_page_s=self._swaps.measure_page_s(),
                 swap_state_s=self._swaps.measure_state_s(),
             )
+        if self._prefaulter is not None:
+            self._prefaulter.ensure(0)
 
     def _find_launch_bound_tokens(self, most: int) -> int | None:
         """Return the most tokens of a prompt for which the device waits for the host's launches, of at most `most`.

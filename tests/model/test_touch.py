@@ -6,12 +6,18 @@ import math
 import mmap
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from chatcache_kernels.types import KVPages
 
+from chatcache.bench.drivers import SHAPES, EngineDriver, write_model
+from chatcache.config import EngineConfig
+from chatcache.factory import build_engine
 from chatcache.model.host_memory import PagePrefaulter
+from chatcache.model.loading import loader
+from chatcache.types.request import SamplingParams
 
 LAYERS, HEADS, DIM, SIZE = 3, 2, 64, 16
 PAGE_BYTES = 2 * LAYERS * HEADS * DIM * SIZE * 2  # of keys and values in all layers, bf16
@@ -75,6 +81,46 @@ def test_prefaulting_keeps_the_contents_of_pages(pages: KVPages) -> None:
     touch.ensure(0)
     settle(touch)
     assert (pages.k[:, 3] == 1.5).all() and (pages.v[:, 7] == -2.0).all()
+
+
+def test_no_page_is_prefaulted_while_a_step_runs(pages: KVPages) -> None:
+    touch = PagePrefaulter((pages,), ahead_bytes=1000 * PAGE_BYTES)
+    touch.pause()
+    touch.ensure(0)
+    thread = touch.thread
+    assert thread is not None
+    thread.join(0.5)
+    assert thread.is_alive() and not resident(pages, 900)
+    touch.resume()
+    settle(touch)
+    assert resident(pages, 900)
+
+
+def test_close_ends_a_paused_thread(pages: KVPages) -> None:
+    touch = PagePrefaulter((pages,), ahead_bytes=1000 * PAGE_BYTES)
+    touch.pause()
+    touch.ensure(0)
+    touch.close()
+    assert touch.thread is None and not resident(pages, 900)
+
+
+def test_every_step_pauses_the_prefaulter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Recorder(PagePrefaulter):
+        def pause(self) -> None:
+            calls.append("pause")
+
+        def resume(self) -> None:
+            calls.append("resume")
+
+    monkeypatch.setattr(loader, "PagePrefaulter", Recorder)
+    write_model(SHAPES["tiny"], tmp_path)
+    engine = build_engine(EngineConfig(model=str(tmp_path), kv_memory_bytes=2**22), need_tokenizer=False)
+    driver = EngineDriver(engine)
+    calls.clear()
+    driver.run([driver.prompt(8)], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert calls == ["pause", "resume"] * 4
 
 
 def test_closed_prefaulter_maps_nothing(pages: KVPages) -> None:
