@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 WINDOW_S = 0.25  # seconds in steps that one measurement covers
-MIN_WAITING = 0.4  # threads without a core, on average, that count as contention
+MIN_WAITING = 0.3  # threads without a core, on average, that count as contention
 MIN_IDLE = 0.4  # idle cores, on average, that justify a trial of more threads
 MIN_GAIN = 1.1  # speed of more threads, relative to fewer, that is worth them
 MIN_HOLD_S, MAX_HOLD_S = 0.5, 15.0  # between trials; doubled after each that fails
