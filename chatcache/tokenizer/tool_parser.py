@@ -16,7 +16,7 @@ reported as they arrive, exactly as the model wrote them:
 White space around calls is not part of the text; a line break separates the text after a call from that before it. If
 the stream ends within a call, or its arguments violate their notation, the call keeps the arguments so far and stays
 open (`has_open_call`). A part of a delimiter that the stream ends with after a call is not text, nor are surplus
-braces after a call in JSON.
+braces around a call in JSON.
 Of calls in JSON, only the outer object must be valid (keys, colons, commas). The end of the arguments is found by
 brackets and quotes alone: errors within them are passed to the client unchanged. Arguments in another notation are
 reported as JSON (`argument_readers`).
@@ -125,7 +125,7 @@ class CallObjectReader:
         Returns False if it belongs to the next element or is not allowed.
         """
         match self.at, char:
-            case ReadState.START, "{":
+            case ((ReadState.START | ReadState.KEY_OR_END), "{"):  # some models double the braces
                 self.at = ReadState.KEY_OR_END
             case ((ReadState.KEY_OR_END | ReadState.KEY), '"'):
                 self.at = ReadState.IN_KEY
@@ -394,11 +394,17 @@ class ToolCallParser:
         if self._expected:
             rest = self._read_delimiter(text, last)
             return rest if rest is not None else self._reject_call(text)
+        if self._bare and (marker := syntax.marker):  # after a separator
+            if text.startswith(marker):
+                self._attempt.append(marker)
+                self._is_bare = False
+                return text[len(marker) :]
+            if marker.startswith(text) and not last:
+                return self._hold(text)
         if text[0] == "{" and (syntax.is_object or not isinstance(syntax.arguments, LiteralArguments)):
             return self._open(CallObjectReader(), text)
         if (not syntax.is_object or (syntax.name_end and not self._in_list)) and _NAME.match(text):
             self._name = ""
-            self._call_id = []
             self._state = self._in_name
             return text
         return self._reject_call(text)
@@ -537,6 +543,7 @@ class ToolCallParser:
         """Return the input of the attempted call as text."""
         text = "".join(self._attempt)
         self._attempt = []
+        self._call_id = []
         self._trims = False
         self._state = self._in_text
         shown = text.rstrip(WHITESPACE)

@@ -82,7 +82,7 @@ def read_object(text: str, at: int) -> tuple[Call, int]:
             return Call(name, "{}"), where
         return Call(name, arguments or ""), where
 
-    at += 1
+    at = skip(text, at, SPACE + "{")
     while True:
         at = skip(text, at)
         if at == len(text):
@@ -139,7 +139,7 @@ def llama3(text: str, names: frozenset[str]) -> tuple[str, list[Call]]:
     if text[start : start + 1] != "{":
         return _with_line_breaks(*_split(text, marker, _llama_calls, 0))
     try:
-        found = _joined(text, start, (";", ",", ""), names)
+        found = _joined(text, start, (";", ",", ""), names, marker)
     except NoCallError as no:
         keep = _without_space(text, 0, no.args[0])
         (shown, *others), more = _split(text, marker, _llama_calls, keep)
@@ -201,10 +201,14 @@ def _hermes_call(text: str, at: int) -> Found:
     return Found([call], end, end)
 
 
-def _joined(text: str, at: int, joints: tuple[str, ...], names: frozenset[str] | None = None) -> Found:
+def _joined(
+    text: str, at: int, joints: tuple[str, ...], names: frozenset[str] | None = None, marker: str = ""
+) -> Found:
     calls: list[Call] = []
     end = at
     while True:
+        while marker and text.startswith(marker, skip(text, at)):
+            at, names = skip(text, at) + len(marker), None
         try:
             call, after = _object_at(text, at)
             if names is not None and call.name not in names:
@@ -231,7 +235,7 @@ def _behind_name(text: str, at: int) -> int:
 
 
 def _llama_calls(text: str, at: int) -> Found:
-    return _joined(text, at, (";", ",", ""))
+    return _joined(text, at, (";", ",", ""), marker="<|python_tag|>")
 
 
 def _mistral_calls(text: str, at: int) -> Found:
