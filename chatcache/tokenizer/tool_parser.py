@@ -17,6 +17,7 @@ White space around calls is not part of the text; a line break separates the tex
 the stream ends within a call, or its arguments violate their notation, the call keeps the arguments so far and stays
 open (`has_open_call`). A part of a delimiter that the stream ends with after a call is not text, nor are surplus
 braces around a call in JSON.
+Some models double the braces of calls in JSON; every second one is then left out.
 Of calls in JSON, only the outer object must be valid (keys, colons, commas). The end of the arguments is found by
 brackets and quotes alone: errors within them are passed to the client unchanged. Arguments in another notation are
 reported as JSON (`argument_readers`).
@@ -58,6 +59,7 @@ class ReadState(Enum):
     COLON = auto()
     VALUE = auto()
     IN_TEXT = auto()
+    OPENED = auto()  # after the first brace of a value, which may be doubled
     IN_BRACKETS = auto()
     IN_WORD = auto()
     NEXT = auto()
@@ -82,6 +84,8 @@ class CallObjectReader:
         self._escaped = False
         self._depth = 0
         self._in_quotes = False
+        self._is_doubled = False
+        self._skips: bool | None = None  # whether the next brace is left out; None if they are not doubled
         self._has_begun = self._has_arguments = False
         self._pending: list[str] = []
 
@@ -112,6 +116,11 @@ class CallObjectReader:
         match self.at:
             case ReadState.IN_KEY | ReadState.IN_TEXT:
                 return self._string(text, at)
+            case ReadState.OPENED:
+                self.at = ReadState.IN_BRACKETS
+                if text[at] == "{":
+                    self._skips = True
+                return at
             case ReadState.IN_BRACKETS:
                 return self._brackets(text, at)
             case ReadState.IN_WORD:
@@ -125,7 +134,8 @@ class CallObjectReader:
         Returns False if it belongs to the next element or is not allowed.
         """
         match self.at, char:
-            case ((ReadState.START | ReadState.KEY_OR_END), "{"):  # some models double the braces
+            case ((ReadState.START | ReadState.KEY_OR_END), "{"):
+                self._is_doubled = self.at is ReadState.KEY_OR_END
                 self.at = ReadState.KEY_OR_END
             case ((ReadState.KEY_OR_END | ReadState.KEY), '"'):
                 self.at = ReadState.IN_KEY
@@ -143,7 +153,12 @@ class CallObjectReader:
         return True
 
     def _begin_value(self, char: str) -> bool:
-        self._depth, self._in_quotes = 0, False
+        self._depth, self._in_quotes, self._skips = 0, False, None
+        if char == "{" and self._is_doubled:
+            self._depth = 1
+            self._emit("{")
+            self.at = ReadState.OPENED
+            return True
         if char in "{[":
             self.at = ReadState.IN_BRACKETS
         elif char == '"':
@@ -217,7 +232,10 @@ class CallObjectReader:
             self._emit(text[at : end - 1])
             self.at = ReadState.BROKEN
             return end - 1
-        self._emit(text[at:end])
+        is_skipped = False
+        if found[0] in "{}" and self._skips is not None:
+            is_skipped, self._skips = self._skips, not self._skips
+        self._emit(text[at : end - is_skipped])
         if found[0] == '"':
             self._in_quotes = True
         else:

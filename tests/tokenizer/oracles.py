@@ -70,6 +70,19 @@ def decoded(quoted: str) -> str | None:
     return str(value)
 
 
+def halved(text: str) -> str:
+    """The text without every second brace outside of strings."""
+    shown, at, num_braces = "", 0, 0
+    while at < len(text):
+        end = (end_of_string(text, at) or len(text)) if text[at] == '"' else at + 1
+        if text[at] in "{}":
+            num_braces += 1
+        if text[at] not in "{}" or num_braces % 2:
+            shown += text[at:end]
+        at = end
+    return shown
+
+
 def read_object(text: str, at: int) -> tuple[Call, int]:
     """(the call, where it ends). Raises: NoCallError."""
     name, arguments = None, None
@@ -82,7 +95,9 @@ def read_object(text: str, at: int) -> tuple[Call, int]:
             return Call(name, "{}"), where
         return Call(name, arguments or ""), where
 
+    opened = at
     at = skip(text, at, SPACE + "{")
+    is_doubled = text.count("{", opened, at) > 1
     while True:
         at = skip(text, at)
         if at == len(text):
@@ -103,7 +118,7 @@ def read_object(text: str, at: int) -> tuple[Call, int]:
         at = skip(text, at + 1)
         end, how = end_of_value(text, at)
         if key in ("arguments", "parameters") and arguments is None and (how != "bad" or end > at):
-            arguments = text[at:end]
+            arguments = halved(text[at:end]) if is_doubled and text.startswith("{{", at) else text[at:end]
         if how == "whole" and key == "name" and name is None:
             said = decoded(text[at:end]) if text[at] == '"' else None
             if not said or len(said) > 256:

@@ -31,6 +31,7 @@ PIECES = [
         '{"name":"get_weather","parameters":{}}',
         '{"name": "other"}',
         "{{",
+        '"parameters": {{"a": ',
         "}}",
     ),
     *('{"arguments": {"x": null}, "name": "f"}', '{"name": "f"', '"arguments": {"b": "\\u00e9 ', '{"a": 1}', "{}"),
@@ -167,9 +168,11 @@ def test_llama3_marker_after_a_separator_starts_the_next_call(opening: str, sepa
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_call_in_doubled_braces_is_a_call(name: str) -> None:
-    one, two = '{{"name": "f", "arguments": {"a": {"b": 1}}}}', '{ {"name": "get_weather", "arguments": {}} }'
+    arguments = '{ "a": {"b": "}}"}, "c": {}}'
+    one = f'{{{{"name": "f", "arguments": {arguments}}}}}'
+    two = '{ {"arguments": {{ "a": {{"b": "}}"}}, "c": {{}}}}, "name": "get_weather"} }'
     text = GOOD[name] % (one, two)
-    calls = [Call("f", '{"a": {"b": 1}}'), Call("get_weather", "{}")]
+    calls = [Call("f", arguments), Call("get_weather", arguments)]
     for deltas in ([text], list(text)):
         assert parse(FORMATS[name][0], deltas) == ("" if name == "llama3" else "Let me see.", calls)
 
