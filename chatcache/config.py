@@ -20,6 +20,8 @@ from msgspec import Meta
 from chatcache.errors import InvalidRequestError
 
 PAGE_SIZES = (8, 16, 32, 64)
+MAX_NUM_SEQS = 4096
+MAX_NUM_BATCHED_TOKENS = 2**20
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 import typer
 from typer.core import TyperGroup
 
-from chatcache.config import PAGE_SIZES, parse_size
+from chatcache.config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, PAGE_SIZES, parse_size
 from chatcache.errors import InvalidRequestError
 
 EXIT_OK = 0  # also after a drain
@@ -280,10 +280,12 @@ MaxModelLen = Annotated[
 ]
 PageSize = Annotated[int, _flag("page-size", "Tokens per KV page: 8, 16, 32 or 64.", parser=_page_size, metavar="INT")]
 MaxNumSeqs = Annotated[
-    int, _flag("max-num-seqs", "Maximum number of candidates and beams that run at the same time.", min=1, max=4096)
+    int,
+    _flag("max-num-seqs", "Maximum number of candidates and beams that run at the same time.", min=1, max=MAX_NUM_SEQS),
 ]
 MaxNumBatchedTokens = Annotated[
-    int, _flag("max-num-batched-tokens", "Maximum number of tokens computed per step.", min=16, max=2**20)
+    int,
+    _flag("max-num-batched-tokens", "Maximum number of tokens computed per step.", min=16, max=MAX_NUM_BATCHED_TOKENS),
 ]
 MaxPrefillTime = Annotated[
     float | None,

@@ -15,7 +15,7 @@ import numpy as np
 from chatcache.errors import InvalidRequestError
 from chatcache.types.actions import Advance, Candidates, DrawSpec, DroppedCandidate, Embed, Release, cannot_drop_error
 from chatcache.types.plan import F32
-from chatcache.types.request import GenerateRequest, PoolingParams
+from chatcache.types.request import GenerateRequest, PoolingParams, format_value
 from chatcache.types.stats import ModelInfo
 
 LAST = "last"
@@ -35,7 +35,7 @@ def check_pooling(params: PoolingParams, model_info: ModelInfo) -> None:
     if isinstance(dimensions, bool) or not isinstance(dimensions, int) or not 1 <= dimensions <= size:
         raise InvalidRequestError(
             f"dimensions must be an integer between 1 and {size}, the size of this model's embeddings, "
-            f"got {dimensions!r:.40}",
+            f"got {format_value(dimensions)}",
             param="dimensions",
         )
 

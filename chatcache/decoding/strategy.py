@@ -25,6 +25,7 @@ from chatcache.types.request import (
     Params,
     SamplingParams,
     ThinkingMarks,
+    format_value,
 )
 from chatcache.types.stats import ModelInfo
 
@@ -100,20 +101,20 @@ def validate_params(params: Params, vocab_size: int) -> None:
 
 
 def _validate_sampling(params: SamplingParams) -> None:
-    _check_integer("n", params.n, 1, MAX_BRANCHES)
+    check_integer("n", params.n, 1, MAX_BRANCHES)
     if params.best_of is not None:
-        _check_integer("best_of", params.best_of, params.n, MAX_BRANCHES, what=f"(with n {params.n})")
+        check_integer("best_of", params.best_of, params.n, MAX_BRANCHES, what=f"(with n {params.n})")
     _check_number("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
     _check_number("top_p", params.top_p, 0.0, 1.0, open_low=True)
-    _check_integer("top_k", params.top_k, -1, MAX_TOP_K)
+    check_integer("top_k", params.top_k, -1, MAX_TOP_K)
     _check_number("min_p", params.min_p, 0.0, 1.0)
     if params.seed is not None:
-        _check_integer("seed", params.seed, -(2**63), 2**64 - 1)
+        check_seed(params.seed)
     _validate_distinct(params)
 
 
 def _validate_distinct(params: SamplingParams) -> None:
-    _check_bool("distinct", params.distinct)
+    check_bool("distinct", params.distinct)
     if params.distinct and params.temperature == 0.0:
         raise InvalidRequestError("distinct needs a temperature greater than 0, got 0", param="distinct")
     if params.distinct and params.best_of is not None:
@@ -125,20 +126,21 @@ def _validate_distinct(params: SamplingParams) -> None:
 
 
 def _validate_beams(params: BeamSearchParams) -> None:
-    _check_integer("beam_width", params.beam_width, 1, MAX_BRANCHES)
+    check_integer("beam_width", params.beam_width, 1, MAX_BRANCHES)
     _validate_groups(params)
-    _check_bool("stream_beams", params.stream_beams)
+    check_bool("stream_beams", params.stream_beams)
     if params.n is not None:
-        _check_integer("n", params.n, 1, params.beam_width)
+        check_integer("n", params.n, 1, params.beam_width)
     _check_number("length_penalty", params.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     if not isinstance(params.early_stopping, bool) and params.early_stopping != "never":
         raise InvalidRequestError(
-            f'early_stopping must be true, false or "never", got {params.early_stopping!r}', param="early_stopping"
+            f'early_stopping must be true, false or "never", got {format_value(params.early_stopping)}',
+            param="early_stopping",
         )
 
 
 def _validate_groups(params: BeamSearchParams) -> None:
-    _check_integer("num_beam_groups", params.num_beam_groups, 1, params.beam_width)
+    check_integer("num_beam_groups", params.num_beam_groups, 1, params.beam_width)
     if params.beam_width % params.num_beam_groups:
         raise InvalidRequestError(
             f"num_beam_groups must divide beam_width ({params.beam_width}), got {params.num_beam_groups}",
@@ -153,38 +155,40 @@ def _validate_groups(params: BeamSearchParams) -> None:
 
 def _validate_shared(params: Params, vocab_size: int) -> None:
     if params.max_tokens is not None:
-        _check_integer("max_tokens", params.max_tokens, 1, MAX_TOKENS)
-    _check_integer("min_tokens", params.min_tokens, 0, MAX_TOKENS if params.max_tokens is None else params.max_tokens)
-    for name in ("logprobs", "prompt_logprobs"):
+        check_integer("max_tokens", params.max_tokens, 1, MAX_TOKENS)
+    check_integer("min_tokens", params.min_tokens, 0, MAX_TOKENS if params.max_tokens is None else params.max_tokens)
+    for name, least in (("logprobs", ALL_LOGPROBS), ("prompt_logprobs", 0)):
         value = getattr(params, name)
-        if value is not None and (name, value) != ("logprobs", ALL_LOGPROBS):
-            _check_integer(name, value, 0, MAX_TOP_LOGPROBS)
+        if value is not None:
+            check_integer(name, value, least, MAX_TOP_LOGPROBS)
     _validate_logit_changes(params, vocab_size)
     _validate_thinking(params, vocab_size)
     if params.structured_outputs is not None:
         check_structured_outputs(params.structured_outputs)
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-        _check_bool(name, getattr(params, name))
+        check_bool(name, getattr(params, name))
     _check_length("stop", params.stop, "strings", MAX_STOP_STRINGS)
     for text in params.stop:
         _check_stop_string(text)
     _check_length("stop_token_ids", params.stop_token_ids, "ids", MAX_STOP_TOKEN_IDS)
     for token in params.stop_token_ids:
-        _check_integer("stop_token_ids", token, 0, vocab_size - 1, what="entry")
+        check_integer("stop_token_ids", token, 0, vocab_size - 1, what="entry")
 
 
 def _validate_thinking(params: Params, vocab_size: int) -> None:
     name, marks = "thinking_token_budget", params.thinking_marks
+    if not isinstance(marks, ThinkingMarks | None):
+        raise InvalidRequestError("thinking_marks must be a ThinkingMarks", param="thinking_marks")
     if params.thinking_token_budget is None:
         return
-    _check_integer(name, params.thinking_token_budget, 0, MAX_TOKENS)
+    check_integer(name, params.thinking_token_budget, 0, MAX_TOKENS)
     if marks is None:
         raise InvalidRequestError(f"{name} needs a model whose reasoning has known markers", param=name)
-    if not isinstance(marks, ThinkingMarks) or not (marks.opening and marks.closing and marks.closing_ids):
-        raise InvalidRequestError("thinking_marks must be a ThinkingMarks with markers", param="thinking_marks")
+    if not (marks.opening and marks.closing and marks.closing_ids):
+        raise InvalidRequestError("thinking_marks must have markers", param="thinking_marks")
     for token in marks.closing_ids:
-        _check_integer("thinking_marks", token, 0, vocab_size - 1, what="entry")
-    _check_integer("thinking_marks", marks.num_prefix_tokens, 0, MAX_TOKENS, what="num_prefix_tokens")
+        check_integer("thinking_marks", token, 0, vocab_size - 1, what="entry")
+    check_integer("thinking_marks", marks.num_prefix_tokens, 0, MAX_TOKENS, what="num_prefix_tokens")
 
 
 def _validate_logit_changes(params: Params, vocab_size: int) -> None:
@@ -196,9 +200,9 @@ def _validate_logit_changes(params: Params, vocab_size: int) -> None:
             raise InvalidRequestError("logit_bias must be a map from token id to bias", param="logit_bias")
         _check_length("logit_bias", params.logit_bias, "entries", MAX_LOGIT_BIAS_ENTRIES)
         for token, bias in params.logit_bias.items():
-            _check_integer("logit_bias", token, 0, vocab_size - 1, what="token id")
+            check_integer("logit_bias", token, 0, vocab_size - 1, what="token id")
             _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, what=f"of token {token}")
-    _check_integer("no_repeat_ngram_size", params.no_repeat_ngram_size, 0, MAX_TOKENS)
+    check_integer("no_repeat_ngram_size", params.no_repeat_ngram_size, 0, MAX_TOKENS)
     if params.bad_words:
         raise InvalidRequestError("bad_words need a model with a tokenizer; pass bad_words_ids", param="bad_words")
     _check_length("bad_words_ids", params.bad_words_ids, "sequences", MAX_BAD_WORDS)
@@ -209,25 +213,32 @@ def _validate_logit_changes(params: Params, vocab_size: int) -> None:
                 param="bad_words_ids",
             )
         for token in sequence:
-            _check_integer("bad_words_ids", token, 0, vocab_size - 1, what="token id")
+            check_integer("bad_words_ids", token, 0, vocab_size - 1, what="token id")
     if params.allowed_token_ids is not None:
         if not params.allowed_token_ids:
             raise InvalidRequestError("allowed_token_ids must have at least 1 id", param="allowed_token_ids")
         for token in params.allowed_token_ids:
-            _check_integer("allowed_token_ids", token, 0, vocab_size - 1, what="entry")
+            check_integer("allowed_token_ids", token, 0, vocab_size - 1, what="entry")
 
 
-def _check_bool(name: str, value: object) -> None:
+def check_bool(name: str, value: object) -> None:
+    """Raise InvalidRequestError unless the value is a bool."""
     if not isinstance(value, bool):
-        raise InvalidRequestError(f"{name} must be true or false, got {value!r:.100}", param=name)
+        raise InvalidRequestError(f"{name} must be true or false, got {format_value(value)}", param=name)
 
 
-def _check_integer(name: str, value: object, low: int, high: int, *, what: str = "") -> None:
+def check_seed(value: object) -> None:
+    """Raise InvalidRequestError unless the value is an integer of 64 bits, with or without a sign."""
+    check_integer("seed", value, -(2**63), 2**64 - 1)
+
+
+def check_integer(name: str, value: object, low: int, high: int, *, what: str = "") -> None:
+    """Raise InvalidRequestError unless the value is an integer between `low` and `high`."""
     label = f"{name} {what}".strip()
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequestError(f"{label} must be an integer, got {value!r:.100}", param=name)
     if not low <= value <= high:
-        raise InvalidRequestError(f"{label} must be between {low} and {high}, got {_format_number(value)}", param=name)
+        raise InvalidRequestError(f"{label} must be between {low} and {high}, got {format_value(value)}", param=name)
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False, what: str = "") -> None:
@@ -236,7 +247,7 @@ def _check_number(name: str, value: object, low: float, high: float, *, open_low
         raise InvalidRequestError(f"{label} must be a number, got {value!r:.100}", param=name)
     if not (low <= value <= high) or (open_low and value == low) or not math.isfinite(value):
         bounds = f"greater than {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
-        raise InvalidRequestError(f"{label} must be {bounds}, got {_format_number(value)}", param=name)
+        raise InvalidRequestError(f"{label} must be {bounds}, got {format_value(value)}", param=name)
 
 
 def _check_length(name: str, value: Collection[object], noun: str, limit: int) -> None:
@@ -257,8 +268,3 @@ def _check_stop_string(text: object) -> None:
         raise InvalidRequestError(
             "stop strings must be valid Unicode (a lone surrogate was found)", param="stop"
         ) from None
-
-
-def _format_number(value: int | float) -> str:
-    """Format a number in bounded space (a client may send an integer of 10^4 digits)."""
-    return repr(value) if isinstance(value, float) or value.bit_length() <= 128 else "a far larger number"

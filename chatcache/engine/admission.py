@@ -28,6 +28,7 @@ from chatcache.types.request import (
     BeamSearchParams,
     GenerateRequest,
     Params,
+    format_value,
     num_branches,
     num_gang_branches,
     seed_of,
@@ -59,7 +60,8 @@ def check_priority(priority: int) -> None:
         raise InvalidRequestError(f"priority must be an integer, got {priority!r:.100}", param="priority")
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise InvalidRequestError(
-            f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {priority}", param="priority"
+            f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {format_value(priority)}",
+            param="priority",
         )
 
 

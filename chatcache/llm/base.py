@@ -8,16 +8,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import fields
+
 from chatcache import factory
-from chatcache.config import PAGE_SIZES, EngineConfig, format_size, parse_size
+from chatcache.config import (
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    PAGE_SIZES,
+    EngineConfig,
+    format_size,
+    parse_size,
+)
+from chatcache.decoding.strategy import MAX_TOKENS, check_bool, check_integer, check_seed
 from chatcache.engine.engine import Engine
 from chatcache.errors import InvalidRequestError
 from chatcache.llm.prompts import PromptReader
 from chatcache.model.loading.memory_budget import free_host_bytes
 from chatcache.model.runner import Runner
-from chatcache.types.request import ALL_LOGPROBS, Params, num_branches
+from chatcache.types.request import ALL_LOGPROBS, Params, format_value, num_branches
 
 ENTRY_BYTES = 400  # of one alternative, in events and output
+_MAX_OPTIONS = {
+    "max_model_len": MAX_TOKENS,
+    "tensor_parallel_size": MAX_TOKENS,
+    "max_num_seqs": MAX_NUM_SEQS,
+    "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+}
 
 
 class LLMBase:
@@ -37,7 +53,7 @@ class LLMBase:
 
     def __init__(
         self,
-        model: str = "",
+        model: str | Path = "",
         *,
         device: str = "auto",
         dtype: str = "auto",
@@ -59,29 +75,16 @@ class LLMBase:
         deterministic: bool = False,
         seed: int = 0,
     ) -> None:
-        if page_size not in PAGE_SIZES:
-            raise InvalidRequestError(
-                f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {page_size!r}", param="page_size"
-            )
-        limits = {
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "max_model_len": 1 if max_model_len is None else max_model_len,
-            "tensor_parallel_size": tensor_parallel_size,
-        }
-        for name, value in limits.items():
-            if type(value) is not int or value < 1:
-                raise InvalidRequestError(f"{name} must be a positive integer, got {value!r:.40}", param=name)
         self.config = EngineConfig(
-            model=str(model),
+            model=_path_text(model),
             device=device,
             dtype=dtype,
             attention_backend=attention_backend,
-            quantization=quantization or "none",
-            chat_template=str(chat_template),
+            quantization="none" if quantization is None else quantization,
+            chat_template=_path_text(chat_template),
             pooling=pooling,
             kv_cache_dtype=kv_cache_dtype,
-            kv_memory_bytes=None if kv_memory is None else parse_size(kv_memory),
+            kv_memory_bytes=_parse_size("kv_memory", kv_memory),
             max_model_len=max_model_len,
             tensor_parallel_size=tensor_parallel_size,
             page_size=page_size,
@@ -90,10 +93,11 @@ class LLMBase:
             enable_prefix_caching=enable_prefix_caching,
             scheduling_policy=scheduling_policy,
             preemption_mode=preemption_mode,
-            swap_space_bytes=None if swap_space is None else parse_size(swap_space),
+            swap_space_bytes=_parse_size("swap_space", swap_space),
             deterministic=deterministic,
             seed=seed,
         )
+        _check_config(self.config)
         self._tokenizer = factory.load_tokenizer(self.config) if factory.has_tokenizer(self.config) else None
         self._reader = PromptReader(self._tokenizer, self.config.model)
         self._token_text = functools.cache(self._decode_token) if self._tokenizer is not None else None
@@ -127,7 +131,9 @@ class LLMBase:
         every = [each for each in params if each.logprobs == ALL_LOGPROBS]
         if any(each.max_tokens is None for each in every):
             raise InvalidRequestError("logprobs=-1 needs max_tokens", param="max_tokens")
-        num_entries = sum(num_branches(each) * (each.max_tokens or 0) * vocab_size for each in every)
+        counts = [(num_branches(each), each.max_tokens or 0) for each in every]
+        valid = [pair for pair in counts if all(type(n) is int and 0 < n <= MAX_TOKENS for n in pair)]
+        num_entries = sum(branches * tokens for branches, tokens in valid) * vocab_size  # the engine rejects the others
         num_free = free_host_bytes()
         if num_entries * ENTRY_BYTES > num_free:
             raise InvalidRequestError(
@@ -139,3 +145,35 @@ class LLMBase:
     def _check_priority(self, *, is_given: bool) -> None:
         if is_given and self.config.scheduling_policy != "priority":
             raise InvalidRequestError('priority needs scheduling_policy="priority"', param="priority")
+
+
+def _path_text(path: str | Path) -> str:
+    return str(path) if isinstance(path, Path) else path
+
+
+def _parse_size(name: str, value: int | str | None) -> int | None:
+    try:
+        return None if value is None else parse_size(value)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{name}: {error}", param=name) from None
+
+
+def _check_config(config: EngineConfig) -> None:
+    """Verify the types of all options, and the range of the numbers.
+
+    Raises: InvalidRequestError.
+    """
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if field.type is bool:
+            check_bool(name, value)
+        elif field.type is str and not isinstance(value, str):
+            raise InvalidRequestError(f"{name} must be text, got {format_value(value)}", param=name)
+        elif name in _MAX_OPTIONS and (name, value) != ("max_model_len", None):
+            check_integer(name, value, 1, _MAX_OPTIONS[name])
+    check_seed(config.seed)
+    if type(config.page_size) is not int or config.page_size not in PAGE_SIZES:
+        raise InvalidRequestError(
+            f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {format_value(config.page_size)}",
+            param="page_size",
+        )

@@ -213,9 +213,12 @@ def check_params_type(params: object) -> None:
 def _list_chats(messages: Any) -> Sequence[Sequence[Message]]:
     """Return one chat, or each of several. Raises: InvalidRequestError for objects of other types."""
     chats: Any = [messages] if not messages or (_is_list(messages) and isinstance(messages[0], dict)) else messages
-    if not (_is_list(chats) and all(_is_list(chat) and all(isinstance(m, dict) for m in chat) for chat in chats)):
+    if not (
+        _is_list(chats) and all(_is_list(chat) and chat and all(isinstance(m, dict) for m in chat) for chat in chats)
+    ):
         raise InvalidRequestError(
-            "messages must be a list of messages, each a dict with role and content, or a list of such lists",
+            "messages must be a list of messages, each a dict with role and content, or a list of such lists; "
+            "a list cannot be empty",
             param="messages",
         )
     return cast(Sequence[Sequence[Message]], chats)

@@ -18,11 +18,11 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from chatcache.tokenizer.argument_readers import resolve, types_of
+from chatcache.tokenizer.argument_readers import pointer_step, resolve, types_of
 from chatcache.tokenizer.tool_formats import WHITESPACE, LiteralArguments, TaggedArguments
 from chatcache.types.json_schema import DEFAULT_OPTIONS, OPTIONS
 
-_OF_WHOLE = ("$defs", "definitions", OPTIONS)  # keywords that concern all parts of a schema
+_DEFINITIONS = ("$defs", "definitions")
 _KEY = r"/[A-Za-z0-9_.\-]+/"
 MAX_ENUM_VALUES = 256
 _REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
@@ -72,8 +72,22 @@ class MarkRules:
 
 
 def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-    """Return a part of a schema as a schema of its own."""
-    return json.dumps({**{word: root[word] for word in _OF_WHOLE if word in root}, **schema})
+    """Return a part of a schema as a schema of its own, with the definitions that it refers to."""
+    whole: dict[str, Any] = {OPTIONS: root[OPTIONS]} if OPTIONS in root else {}
+    parts: list[Any] = [schema]
+    while parts:
+        part = parts.pop()
+        parts += part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
+        if not isinstance(part, Mapping) or not isinstance(part.get("$ref"), str):
+            continue
+        _, word, name, *_ = (*map(pointer_step, part["$ref"].split("/")), "", "")
+        known = root.get(word) if word in _DEFINITIONS else None
+        if not isinstance(known, Mapping) or name not in known:
+            return json.dumps({**{key: root[key] for key in (*_DEFINITIONS, OPTIONS) if key in root}, **schema})
+        if name not in whole.setdefault(word, {}):
+            whole[word][name] = known[name]
+            parts.append(known[name])
+    return json.dumps({**whole, **schema})
 
 
 def _properties(root: Mapping[str, Any]) -> list[tuple[str, Any, bool]] | None:
@@ -124,6 +138,7 @@ class TaggedRules:
     def __init__(self, form: TaggedArguments, mark: MarkRules) -> None:
         self._form = form
         self._mark = mark
+        self._named: dict[str, str] = {}  # rules of values that are not strings, by their expressions
 
     def lines(self, name: str, root: Mapping[str, Any]) -> list[str]:
         """Return the rules of all arguments of a function, under the given name."""
@@ -165,7 +180,11 @@ class TaggedRules:
             kinds[f"{name}_json"] = form.json_middle or form.middle
             value = json_rule(_with_definitions(_without_string(resolved, types), root))
             words = "".join(f' | "{word}"' for word in _python_words(resolved, types))
-            rules += [f"{name}_json: {name}_value {mark(form.closing)}", f"{name}_value: {value}{words}"]
+            body = f"{value}{words}"
+            if body not in self._named:
+                self._named[body] = f"{name}_value"
+                rules.append(f"{name}_value: {body}")
+            rules.append(f"{name}_json: {self._named[body]} {mark(form.closing)}")
         return kinds, rules
 
     def _text_rules(self, name: str, shape: str) -> list[str]:
@@ -241,6 +260,7 @@ class LiteralRules:
         self._form = form
         self._mark = mark
         self._named: dict[int, str] = {}  # rules of the parts of one schema, by their ids
+        self._waiting: list[tuple[str, Mapping[str, Any]]] = []  # parts whose rules are not written yet
         self._rules: list[str] = []
         self._numbers = count()
 
@@ -248,6 +268,10 @@ class LiteralRules:
         """Return the rules of all arguments of a function, under the given name."""
         self._named, self._rules = {}, []
         body = self._object(name, name, root, root, self._form.assign, self._form.separator, "")
+        while self._waiting:
+            rule, schema = self._waiting.pop()
+            kinds = [kind for each in _alternatives(schema, root) for kind in self._kinds(name, each, root)]
+            self._rules.append(f"{rule}: {' | '.join(dict.fromkeys(kinds)) or f'{name}_any'}")
         return [f"{name}: {body}", *self._rules, *self._extra(name)]
 
     def _extra(self, name: str) -> Iterator[str]:
@@ -301,8 +325,7 @@ class LiteralRules:
         rule = self._named.get(id(resolved))
         if rule is None:
             rule = self._named[id(resolved)] = f"{name}_value{next(self._numbers)}"
-            kinds = [kind for each in _alternatives(resolved, root, set()) for kind in self._kinds(name, each, root)]
-            self._rules.append(f"{rule}: {' | '.join(dict.fromkeys(kinds)) or f'{name}_any'}")
+            self._waiting.append((rule, resolved))
         return rule
 
     def _kinds(self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
@@ -352,14 +375,17 @@ class LiteralRules:
                 return quoted(json.dumps(value))
 
 
-def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any], seen: set[int]) -> Iterator[Mapping[str, Any]]:
+def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the schemas of which a value fits one, each once; the schema itself if it has no `anyOf` or `oneOf`."""
-    if schema and id(schema) in seen:
-        return
-    seen.add(id(schema))
-    words = [schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list) and schema[word]]
-    if not words or _enumerated(schema) is not None:
-        yield schema
-        return
-    for each in words[0]:
-        yield from _alternatives(resolve(each, root), root, seen)
+    seen: set[int] = set()
+    stack = [schema]
+    while stack:
+        schema = stack.pop()
+        if schema and id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        words = [schema[word] for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list) and schema[word]]
+        if not words or _enumerated(schema) is not None:
+            yield schema
+        else:
+            stack += [resolve(each, root) for each in reversed(words[0])]

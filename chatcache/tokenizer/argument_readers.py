@@ -25,6 +25,11 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 _MAX_REFS = 8
 
 
+def pointer_step(text: str) -> str:
+    """Return a step of a JSON pointer as a key."""
+    return text.replace("~1", "/").replace("~0", "~")
+
+
 def resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema that a local `$ref` of `schema` refers to; {} for no schema."""
     for _ in range(_MAX_REFS):
@@ -32,7 +37,7 @@ def resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
             break
         found: Any = root
         for step in schema["$ref"].removeprefix("#").strip("/").split("/"):
-            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+            found = found.get(pointer_step(step)) if isinstance(found, Mapping) else None
         schema = found if schema["$ref"] != "#" else root
     return schema if isinstance(schema, Mapping) and "$ref" not in schema else {}
 

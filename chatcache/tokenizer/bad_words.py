@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from msgspec.structs import replace
 
 from chatcache.errors import InvalidRequestError
-from chatcache.types.request import BeamSearchParams, SamplingParams
+from chatcache.types.request import BeamSearchParams, SamplingParams, format_value
 
 AnyParams = TypeVar("AnyParams", SamplingParams, BeamSearchParams, SamplingParams | BeamSearchParams)
 
@@ -29,7 +29,7 @@ def encode_bad_words(words: Iterable[str], tokenizer: Encoder) -> tuple[tuple[in
     for word in words:
         if not isinstance(word, str) or not word.strip():
             raise InvalidRequestError(
-                f"bad_words must be texts of at least 1 letter, got {word!r:.100}", param="bad_words"
+                f"bad_words must be texts of at least 1 letter, got {format_value(word)}", param="bad_words"
             )
         bare, spaced = (tuple(tokenizer.encode(text)) for text in (word.lstrip(), " " + word.lstrip()))
         sequences.append(bare)

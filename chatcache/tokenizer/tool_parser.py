@@ -16,7 +16,8 @@ reported as they arrive, exactly as the model wrote them:
 White space around calls is not part of the text; a line break separates the text after a call from that before it. If
 the stream ends within a call, or its arguments violate their notation, the call keeps the arguments so far and stays
 open (`has_open_call`). A part of a delimiter that the stream ends with after a call is not text, nor are surplus
-braces after a call in JSON.
+braces around a call in JSON.
+Some models double the braces of calls in JSON; every second one is then left out.
 Of calls in JSON, only the outer object must be valid (keys, colons, commas). The end of the arguments is found by
 brackets and quotes alone: errors within them are passed to the client unchanged. Arguments in another notation are
 reported as JSON (`argument_readers`).
@@ -58,6 +59,7 @@ class ReadState(Enum):
     COLON = auto()
     VALUE = auto()
     IN_TEXT = auto()
+    OPENED = auto()  # after the first brace of a value, which may be doubled
     IN_BRACKETS = auto()
     IN_WORD = auto()
     NEXT = auto()
@@ -82,6 +84,8 @@ class CallObjectReader:
         self._escaped = False
         self._depth = 0
         self._in_quotes = False
+        self._is_doubled = False
+        self._skips: bool | None = None  # whether the next brace is left out; None if they are not doubled
         self._has_begun = self._has_arguments = False
         self._pending: list[str] = []
 
@@ -112,6 +116,11 @@ class CallObjectReader:
         match self.at:
             case ReadState.IN_KEY | ReadState.IN_TEXT:
                 return self._string(text, at)
+            case ReadState.OPENED:
+                self.at = ReadState.IN_BRACKETS
+                if text[at] == "{":
+                    self._skips = True
+                return at
             case ReadState.IN_BRACKETS:
                 return self._brackets(text, at)
             case ReadState.IN_WORD:
@@ -125,7 +134,8 @@ class CallObjectReader:
         Returns False if it belongs to the next element or is not allowed.
         """
         match self.at, char:
-            case ReadState.START, "{":
+            case ((ReadState.START | ReadState.KEY_OR_END), "{"):
+                self._is_doubled = self.at is ReadState.KEY_OR_END
                 self.at = ReadState.KEY_OR_END
             case ((ReadState.KEY_OR_END | ReadState.KEY), '"'):
                 self.at = ReadState.IN_KEY
@@ -143,7 +153,12 @@ class CallObjectReader:
         return True
 
     def _begin_value(self, char: str) -> bool:
-        self._depth, self._in_quotes = 0, False
+        self._depth, self._in_quotes, self._skips = 0, False, None
+        if char == "{" and self._is_doubled:
+            self._depth = 1
+            self._emit("{")
+            self.at = ReadState.OPENED
+            return True
         if char in "{[":
             self.at = ReadState.IN_BRACKETS
         elif char == '"':
@@ -158,32 +173,28 @@ class CallObjectReader:
 
     def _string(self, text: str, at: int) -> int:
         """Read a key or a string value up to its closing quote."""
+        end, is_closed = self._string_end(text, at)
+        self._quoted.append(text[at : end - is_closed])
+        if self.at is ReadState.IN_TEXT:
+            self._emit(text[at:end])
+            if is_closed:
+                self._end_value()
+                self._end_text()
+        elif is_closed:
+            self._key = self._unquote() or ""
+            self.at = ReadState.COLON
+        return end
+
+    def _string_end(self, text: str, at: int) -> tuple[int, bool]:
+        """Return the offset after the next part of a string, and whether the string ends there."""
         if self._escaped:
             self._escaped = False
-            self._append(text[at])
-            return at + 1
+            return at + 1, False
         found = _IN_STRING.search(text, at)
-        end = found.start() if found else len(text)
-        self._append(text[at:end])
         if found is None:
-            return end
-        if found[0] == "\\":
-            self._escaped = True
-            self._append("\\")
-        elif self.at is ReadState.IN_KEY:
-            key = self._unquote()
-            self._key = key if key is not None else ""
-            self.at = ReadState.COLON
-        else:
-            self._emit('"')
-            self._end_value()
-            self._end_text()
-        return end + 1
-
-    def _append(self, piece: str) -> None:
-        self._quoted.append(piece)
-        if self.at is ReadState.IN_TEXT:
-            self._emit(piece)
+            return len(text), False
+        self._escaped = found[0] == "\\"
+        return found.end(), not self._escaped
 
     def _unquote(self) -> str | None:
         raw = "".join(self._quoted)
@@ -208,7 +219,10 @@ class CallObjectReader:
         A "<" outside of strings makes the call invalid: it starts a marker.
         """
         if self._in_quotes:
-            return self._quoted_part(text, at)
+            end, is_closed = self._string_end(text, at)
+            self._emit(text[at:end])
+            self._in_quotes = not is_closed
+            return end
         found = _IN_VALUE.search(text, at)
         if found is None:
             self._emit(text[at:])
@@ -218,27 +232,16 @@ class CallObjectReader:
             self._emit(text[at : end - 1])
             self.at = ReadState.BROKEN
             return end - 1
-        self._emit(text[at:end])
+        is_skipped = False
+        if found[0] in "{}" and self._skips is not None:
+            is_skipped, self._skips = self._skips, not self._skips
+        self._emit(text[at : end - is_skipped])
         if found[0] == '"':
             self._in_quotes = True
         else:
             self._depth += 1 if found[0] in "{[" else -1
             if not self._depth:
                 self._end_value()
-        return end
-
-    def _quoted_part(self, text: str, at: int) -> int:
-        if self._escaped:
-            self._escaped = False
-            self._emit(text[at])
-            return at + 1
-        found = _IN_STRING.search(text, at)
-        end = found.end() if found else len(text)
-        self._emit(text[at:end])
-        if found is not None and found[0] == "\\":
-            self._escaped = True
-        elif found is not None:
-            self._in_quotes = False
         return end
 
     def _word(self, text: str, at: int) -> int:
@@ -310,7 +313,6 @@ class ToolCallParser:
         self._followers = _followers(syntax, in_list=False)
         self._state: Callable[[str, bool], str] = self._in_text
         self._held = ""
-        self._at_start = True
         self._trims = False
         self._has_text = False
         self._text_separator = ""  # of the next text from an earlier one
@@ -366,7 +368,7 @@ class ToolCallParser:
         if self._trims:
             text = text.lstrip(WHITESPACE)
             self._trims = not text
-        if self._at_start and self._bare:
+        if self._bare and not self._has_text and self._number < 0:  # at the start of the reply
             first = text.lstrip(WHITESPACE)
             if first.startswith(self._bare):
                 return self._begin(text[: len(text) - len(first)], first, (), bare=True)
@@ -390,7 +392,6 @@ class ToolCallParser:
         """
         self._attempt = [opening]
         self._is_bare = bare
-        self._at_start = False
         self._in_list = False
         self._after = self._followers
         self._expected = expected
@@ -409,20 +410,31 @@ class ToolCallParser:
             self._after = _followers(syntax, in_list=True)
             return text[1:]
         if self._expected:
-            word = self._expected[0]
-            if text.startswith(word):
-                self._attempt.append(word)
-                self._expected = self._expected[1:]
-                return text[len(word) :]
-            return self._hold(text) if word.startswith(text) and not last else self._reject_call(text)
+            rest = self._read_delimiter(text, last)
+            return rest if rest is not None else self._reject_call(text)
+        if self._bare and (marker := syntax.marker):  # after a separator
+            if text.startswith(marker):
+                self._attempt.append(marker)
+                self._is_bare = False
+                return text[len(marker) :]
+            if marker.startswith(text) and not last:
+                return self._hold(text)
         if text[0] == "{" and (syntax.is_object or not isinstance(syntax.arguments, LiteralArguments)):
             return self._open(CallObjectReader(), text)
         if (not syntax.is_object or (syntax.name_end and not self._in_list)) and _NAME.match(text):
             self._name = ""
-            self._call_id = []
             self._state = self._in_name
             return text
         return self._reject_call(text)
+
+    def _read_delimiter(self, text: str, last: bool) -> str | None:
+        """Read the next expected delimiter; return None if the text does not begin with it."""
+        word = self._expected[0]
+        if text.startswith(word):
+            self._attempt.append(word)
+            self._expected = self._expected[1:]
+            return text[len(word) :]
+        return self._hold(text) if word.startswith(text) and not last else None
 
     def _in_name(self, text: str, last: bool) -> str:
         """Read a function name that precedes its arguments."""
@@ -437,12 +449,9 @@ class ToolCallParser:
             self._attempt.append(self._syntax.id_open)
             self._state = self._in_call_id
             return text[len(self._syntax.id_open) :]
-        self._expected = tuple(self._syntax.name_end.split())
-        self._state = self._after_name
-        if self._syntax.id_open.startswith(text) and self._syntax.id_open and not last:
-            self._state = self._in_name
+        if self._syntax.id_open.startswith(text) and not last:
             return self._hold(text)
-        return text
+        return self._end_name(text)
 
     def _in_call_id(self, text: str, last: bool) -> str:
         found = _NAME.match(text)
@@ -450,9 +459,12 @@ class ToolCallParser:
             self._call_id.append(found[0])
             self._attempt.append(found[0])
             return text[found.end() :]
+        return self._end_name(text)
+
+    def _end_name(self, rest: str) -> str:
         self._expected = tuple(self._syntax.name_end.split())
         self._state = self._after_name
-        return text
+        return rest
 
     def _after_name(self, text: str, last: bool) -> str:
         """Read the delimiters between a name and its arguments."""
@@ -462,13 +474,9 @@ class ToolCallParser:
             if not text:
                 return ""
         if self._expected:
-            word = self._expected[0]
-            if text.startswith(word):
-                self._attempt.append(word)
-                self._expected = self._expected[1:]
-                return text[len(word) :] if self._expected else self._open_arguments(text[len(word) :])
-            if word.startswith(text) and not last:
-                return self._hold(text)
+            rest = self._read_delimiter(text, last)
+            if rest is not None:
+                return rest if self._expected else self._open_arguments(rest)
             if text[0] != "{" or isinstance(syntax.arguments, LiteralArguments):
                 return self._reject_call(text)
         return self._open_arguments(text)
@@ -553,6 +561,7 @@ class ToolCallParser:
         """Return the input of the attempted call as text."""
         text = "".join(self._attempt)
         self._attempt = []
+        self._call_id = []
         self._trims = False
         self._state = self._in_text
         shown = text.rstrip(WHITESPACE)
@@ -566,7 +575,6 @@ class ToolCallParser:
 
     def _emit_text(self, text: str) -> None:
         if text:
-            self._at_start = False
             self._has_text = True
             self._texts.append(self._text_separator + text)
             self._text_separator = ""

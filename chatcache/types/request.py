@@ -6,7 +6,7 @@ Names and defaults are those of vLLM where it has them, and those of the OpenAI 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -27,7 +27,7 @@ MAX_OUTPUT_LOGPROBS = 300_000  # max_tokens x candidates x (alternatives + 1): l
 def _as_tuples(params: msgspec.Struct, *fields: str) -> None:
     """Convert fields to tuples, so that `stop="x"`, `stop=["x"]` and `stop=None` are accepted.
 
-    Raises: InvalidRequestError for a value that is not iterable.
+    Raises: InvalidRequestError for a value that is not iterable, and for bytes and mappings.
     """
     for field in fields:
         value = getattr(params, field)
@@ -36,11 +36,16 @@ def _as_tuples(params: msgspec.Struct, *fields: str) -> None:
             force_setattr(params, field, () if value is None else (value,) if one else _as_tuple(field, value))
 
 
-def _as_tuple(field: str, value: Iterable[Any]) -> tuple[Any, ...]:
-    try:
-        return tuple(value)
-    except TypeError:
-        raise InvalidRequestError(f"{field} must be a list, got {value!r:.100}", param=field) from None
+def _as_tuple(field: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, Iterable) or isinstance(value, bytes | Mapping):
+        raise InvalidRequestError(f"{field} must be a list, got {format_value(value)}", param=field)
+    return tuple(value)
+
+
+def format_value(value: object) -> str:
+    """Format an invalid value in bounded space (an integer may have 10^4 digits)."""
+    is_huge = isinstance(value, int) and value.bit_length() > 128
+    return "a far larger number" if is_huge else f"{value!r:.100}"
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):

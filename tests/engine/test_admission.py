@@ -109,7 +109,9 @@ def test_check_prompt_logprobs_over_the_limit_raises(kind: type[Params]) -> None
     assert caught.value.param == "prompt_logprobs"
 
 
-@pytest.mark.parametrize("priority", [2048, -2048, 10**30, 1.5, float("nan"), True, "1", None])
+@pytest.mark.parametrize(
+    "priority", [2048, -2048, 10**30, pytest.param(10**5000, id="huge"), 1.5, float("nan"), True, "1", None]
+)
 def test_check_priority_outside_the_integer_bounds_raises(priority: Any) -> None:
     for good in (-2047, 0, 2047):
         check_priority(good)

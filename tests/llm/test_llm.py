@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import torch
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from chatcache import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
+from chatcache import LLM, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputs
 from chatcache.decoding.sampling import SamplingStrategy
 from chatcache.errors import ContextLengthError, EngineError, InvalidRequestError
 
@@ -172,6 +174,13 @@ ABSURD_CALLS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "messages is a text": ("messages", lambda llm: llm.chat("x")),
     "messages has an integer": ("messages", lambda llm: llm.chat([5])),
     "messages has a list of integers": ("messages", lambda llm: llm.chat([[5]])),
+    "messages is empty": ("messages", lambda llm: llm.chat([])),
+    "messages has an empty chat": ("messages", lambda llm: llm.chat([[{"role": "user", "content": "x"}], []])),
+    "ignore_eos is a huge integer": ("ignore_eos", lambda llm: llm.generate([1], SamplingParams(ignore_eos=10**5000))),  # type: ignore[arg-type]
+    "bad_words is a huge integer": ("bad_words", lambda llm: llm.generate("x", SamplingParams(bad_words=10**5000))),  # type: ignore[arg-type]
+    "logprobs is a floating-point number": ("logprobs", lambda llm: llm.generate([1], SamplingParams(logprobs=-1.0))),  # type: ignore[arg-type]
+    "dimensions is huge": ("dimensions", lambda llm: llm.embed([1], pooling_params=PoolingParams(dimensions=10**5000))),
+    "thinking_marks is a text": ("thinking_marks", lambda llm: llm.generate([1], SamplingParams(thinking_marks="x"))),  # type: ignore[arg-type]
 }
 
 
@@ -184,11 +193,23 @@ def test_a_call_with_an_argument_of_another_type_raises_an_error_that_names_it(l
 
 
 @pytest.mark.parametrize("field", ["stop", "stop_token_ids", "bad_words", "bad_words_ids", "allowed_token_ids"])
-def test_params_with_a_list_field_of_another_type_raise_an_error_that_names_it(field: str) -> None:
-    fields: dict[str, Any] = {field: object()}
-    with pytest.raises(InvalidRequestError, match=f"{field} must be a list, got <object") as caught:
+@pytest.mark.parametrize("value", [object(), 1.5, b"x", {1: 2}], ids=repr)
+def test_params_with_a_list_field_of_another_type_raise_an_error_that_names_it(field: str, value: Any) -> None:
+    fields: dict[str, Any] = {field: value}
+    with pytest.raises(InvalidRequestError, match=f"{field} must be a list, got {re.escape(repr(value))}") as caught:
         SamplingParams(**fields)
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize("value", ["x", True, [1], 10**5000], ids=["text", "bool", "list", "huge"])
+@pytest.mark.parametrize("field", ["max_tokens", "n", "best_of"])
+def test_logprobs_of_the_whole_vocabulary_with_an_invalid_count_are_an_error_that_names_it(
+    llm: LLM, field: str, value: Any
+) -> None:
+    fields: dict[str, Any] = {"logprobs": -1, "max_tokens": 2, field: value}
+    bad, good = llm.generate([[1], [1]], [SamplingParams(**fields), SamplingParams(max_tokens=2)])
+    assert isinstance(bad.error, InvalidRequestError) and bad.error.param == field
+    assert good.error is None and good.finished
 
 
 def test_the_same_prefix_is_computed_once_until_the_cache_is_reset(llm: LLM) -> None:
@@ -354,18 +375,31 @@ def test_generate_accepts_token_ids_of_numpy_and_torch(llm: LLM) -> None:
     assert [row.prompt_token_ids for row in rows] == [[1, 2], [3, 4]]
 
 
-@pytest.mark.parametrize("page_size", [7, 0, 128])
-def test_unsupported_page_size_is_rejected_before_loading(page_size: int) -> None:
-    with pytest.raises(InvalidRequestError, match=f"8, 16, 32, 64, got {page_size}"):
+@pytest.mark.parametrize("page_size", [7, 0, 128, 16.0, "16", [16]])
+def test_unsupported_page_size_is_rejected_before_loading(page_size: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(f"8, 16, 32, 64, got {page_size!r}")):
         LLM("no/such/model", page_size=page_size)
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len", "tensor_parallel_size"])
-@pytest.mark.parametrize("value", [0, -1, "8"])
-def test_limit_that_is_no_positive_integer_is_rejected_before_loading(name: str, value: Any) -> None:
-    options: dict[str, Any] = {name: value}
-    with pytest.raises(InvalidRequestError, match=f"{name} must be a positive integer, got {value!r}"):
-        LLM("no/such/model", **options)
+INTEGER_OPTIONS = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "tensor_parallel_size")
+BOOL_OPTIONS = ("enable_prefix_caching", "deterministic")
+TEXT_OPTIONS = ("device", "dtype", "attention_backend", "pooling", "kv_cache_dtype", "quantization", "chat_template")
+INVALID_OPTIONS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(INTEGER_OPTIONS, (0, -1, "8", True, 1.5, math.nan, 10**30)),
+    "seed": ("x", True, 1.5, math.nan, None, 2**64),
+    **dict.fromkeys(BOOL_OPTIONS, ("no", 0, 1, None, math.nan)),
+    **dict.fromkeys((*TEXT_OPTIONS, "model", "scheduling_policy", "preemption_mode"), (0, True, False, ["auto"], b"x")),
+    **dict.fromkeys(("kv_memory", "swap_space"), (True, -1, math.nan, math.inf, 10**30, "lots", b"5", [])),
+}
+
+
+@pytest.mark.parametrize("name", INVALID_OPTIONS)
+def test_invalid_option_is_rejected_before_loading_by_an_error_that_names_it(name: str) -> None:
+    for value in INVALID_OPTIONS[name]:
+        options: dict[str, Any] = {"model": "no/such/model", name: value}
+        with pytest.raises(InvalidRequestError, match=f"^{name}") as caught:
+            LLM(**options)
+        assert caught.value.param == name
 
 
 def test_generate_more_prompts_than_the_queue_holds_run_in_order(llm: LLM) -> None:

@@ -70,6 +70,19 @@ def decoded(quoted: str) -> str | None:
     return str(value)
 
 
+def halved(text: str) -> str:
+    """The text without every second brace outside of strings."""
+    shown, at, num_braces = "", 0, 0
+    while at < len(text):
+        end = (end_of_string(text, at) or len(text)) if text[at] == '"' else at + 1
+        if text[at] in "{}":
+            num_braces += 1
+        if text[at] not in "{}" or num_braces % 2:
+            shown += text[at:end]
+        at = end
+    return shown
+
+
 def read_object(text: str, at: int) -> tuple[Call, int]:
     """(the call, where it ends). Raises: NoCallError."""
     name, arguments = None, None
@@ -82,7 +95,9 @@ def read_object(text: str, at: int) -> tuple[Call, int]:
             return Call(name, "{}"), where
         return Call(name, arguments or ""), where
 
-    at += 1
+    opened = at
+    at = skip(text, at, SPACE + "{")
+    is_doubled = text.count("{", opened, at) > 1
     while True:
         at = skip(text, at)
         if at == len(text):
@@ -103,7 +118,7 @@ def read_object(text: str, at: int) -> tuple[Call, int]:
         at = skip(text, at + 1)
         end, how = end_of_value(text, at)
         if key in ("arguments", "parameters") and arguments is None and (how != "bad" or end > at):
-            arguments = text[at:end]
+            arguments = halved(text[at:end]) if is_doubled and text.startswith("{{", at) else text[at:end]
         if how == "whole" and key == "name" and name is None:
             said = decoded(text[at:end]) if text[at] == '"' else None
             if not said or len(said) > 256:
@@ -139,7 +154,7 @@ def llama3(text: str, names: frozenset[str]) -> tuple[str, list[Call]]:
     if text[start : start + 1] != "{":
         return _with_line_breaks(*_split(text, marker, _llama_calls, 0))
     try:
-        found = _joined(text, start, (";", ",", ""), names)
+        found = _joined(text, start, (";", ",", ""), names, marker)
     except NoCallError as no:
         keep = _without_space(text, 0, no.args[0])
         (shown, *others), more = _split(text, marker, _llama_calls, keep)
@@ -201,10 +216,14 @@ def _hermes_call(text: str, at: int) -> Found:
     return Found([call], end, end)
 
 
-def _joined(text: str, at: int, joints: tuple[str, ...], names: frozenset[str] | None = None) -> Found:
+def _joined(
+    text: str, at: int, joints: tuple[str, ...], names: frozenset[str] | None = None, marker: str = ""
+) -> Found:
     calls: list[Call] = []
     end = at
     while True:
+        while marker and text.startswith(marker, skip(text, at)):
+            at, names = skip(text, at) + len(marker), None
         try:
             call, after = _object_at(text, at)
             if names is not None and call.name not in names:
@@ -231,7 +250,7 @@ def _behind_name(text: str, at: int) -> int:
 
 
 def _llama_calls(text: str, at: int) -> Found:
-    return _joined(text, at, (";", ",", ""))
+    return _joined(text, at, (";", ",", ""), marker="<|python_tag|>")
 
 
 def _mistral_calls(text: str, at: int) -> Found:

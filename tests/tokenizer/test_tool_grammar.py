@@ -208,6 +208,61 @@ def test_grammar_of_many_optional_arguments_is_as_long_as_their_schema(syntax: T
     assert len(build_tool_grammar(choice, ReplyFormat(syntax, None), {}, "")) < 10 * len(schema)
 
 
+@pytest.mark.parametrize(
+    ("syntax", "form"),
+    [
+        (QWEN3_CODER, "<tool_call>\n<function=f>\n<parameter=p7>\n%s\n</parameter>\n</function>\n</tool_call>"),
+        (PYTHONIC, "[f(p7=%s)]"),
+    ],
+)
+def test_schema_with_many_definitions_has_a_grammar_within_the_limit(syntax: ToolCallSyntax, form: str) -> None:
+    """Each property uses 4 of 200 definitions."""
+    defs: dict[str, Any] = {
+        f"D{at}": {
+            "type": "object",
+            "description": "Any.",
+            "properties": {
+                "tag": {"const": f"t{at}"},
+                "next": {"$ref": f"#/$defs/D{at // 4 * 4 + (at + 1) % 4}"},
+            },
+            "required": ["tag"],
+        }
+        for at in range(200)
+    }
+    properties = {f"p{at}": {"$ref": f"#/$defs/D{at * 4}"} for at in range(50)}
+    schema = json.dumps({"type": "object", "properties": properties, "$defs": defs})
+    choice = ToolChoice((CallableFunction("f", schema),), required=True)
+    reply_format = ReplyFormat(syntax, None)
+    grammar = build_tool_grammar(choice, reply_format, {}, "")
+    check_structured_outputs(StructuredOutputs(grammar=grammar))
+    for value, expected in (
+        ('{"tag": "t28", "next": {"tag": "t29"}}', "whole"),
+        ('{"tag": "t28", "next": {"tag": "t30"}}', "refused"),
+    ):
+        assert accepted("hermes", choice, form % value, form=reply_format) == expected
+
+
+@pytest.mark.parametrize("word", ["properties", "anyOf"])
+@pytest.mark.parametrize("syntax", [QWEN3_CODER, PYTHONIC], ids=["tagged", "literals"])
+def test_schema_with_a_long_chain_of_references_has_a_grammar(syntax: ToolCallSyntax, word: str) -> None:
+    defs: dict[str, Any] = {"D1500": {"type": "integer"}}
+    for at in range(1500):
+        after = {"$ref": f"#/$defs/D{at + 1}"}
+        more = {"type": "object", "properties": {"next": after}}
+        defs[f"D{at}"] = more if word == "properties" else {"anyOf": [{"const": at}, after]}
+    schema = json.dumps({"type": "object", "properties": {"a": {"$ref": "#/$defs/D0"}}, "$defs": defs})
+    choice = ToolChoice((CallableFunction("f", schema),), required=True)
+    assert build_tool_grammar(choice, ReplyFormat(syntax, None), {}, "")
+
+
+def test_equal_values_of_tagged_arguments_are_one_rule() -> None:
+    properties = {f"p{at}": {"$ref": "#/$defs/D"} for at in range(50)}
+    parts = {f"k{at}": {"enum": [f"x{at}", f"y{at}"]} for at in range(100)}
+    schema = {"type": "object", "properties": properties, "$defs": {"D": {"type": "object", "properties": parts}}}
+    choice = ToolChoice((CallableFunction("f", json.dumps(schema)), CallableFunction("g", json.dumps(schema))), True)
+    assert build_tool_grammar(choice, ReplyFormat(QWEN3_CODER, None), {}, "").count("%json") == 1
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_grammar_of_many_described_functions_is_within_the_limit(name: str) -> None:
     """All functions of a request may have 256 KiB."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from chatcache.tokenizer.reasoning import ReasoningParser
 from chatcache.tokenizer.tool_formats import HERMES, LFM2, LLAMA3, MISTRAL, PYTHONIC, QWEN3_CODER, ToolCallSyntax
-from chatcache.tokenizer.tool_parser import ParsedText, ToolCallParser
+from chatcache.tokenizer.tool_parser import ParsedText, ToolCallDelta, ToolCallParser
 from tests.tokenizer import oracles as oracle
 from tests.tokenizer.oracles import Call
 
@@ -25,7 +26,14 @@ FORMATS: dict[str, tuple[ToolCallSyntax, Callable[[str], tuple[str, list[Call]]]
 }
 # What models write, and what they write wrongly, in pieces that hypothesis puts together.
 PIECES = [
-    *('{"name": "f", "arguments": {"a": [1, "}<\\""]}}', '{"name":"get_weather","parameters":{}}', '{"name": "other"}'),
+    *(
+        '{"name": "f", "arguments": {"a": [1, "}<\\""]}}',
+        '{"name":"get_weather","parameters":{}}',
+        '{"name": "other"}',
+        "{{",
+        '"parameters": {{"a": ',
+        "}}",
+    ),
     *('{"arguments": {"x": null}, "name": "f"}', '{"name": "f"', '"arguments": {"b": "\\u00e9 ', '{"a": 1}', "{}"),
     *(
         "<tool_call>",
@@ -74,6 +82,8 @@ def parse(syntax: ToolCallSyntax, deltas: Sequence[str]) -> tuple[str, list[Call
 @example(text='{"name": "f", "parameters": {}} ; {"name": "other"', places=list(range(60)))
 @example(text='<tool_call>{"name": "f", "arguments": {"a": 1}}}\n} </tool_call> so', places=list(range(60)))
 @example(text='{"name": "f"}\n{"name": "f"},{"name": "f"}{"name": "other"} {"name": "f"}', places=list(range(80)))
+@example(text='{"name": "f"}; <|python_tag|>{"name": "other"}; <|python_tag|>no', places=list(range(60)))
+@example(text='{"name": "f"};<|python_tag|> <|python_tag|>{{"name": "f"}}', places=list(range(60)))
 @example(text='<|python_tag|>{"name": "f"}{"name": "other"}\n{"a": 1}', places=list(range(60)))
 @pytest.mark.slow
 def test_any_cutting_gives_what_the_whole_text_holds(name: str, text: str, places: list[int]) -> None:
@@ -147,7 +157,42 @@ def test_llama3_calls_with_any_separator_are_calls(opening: str, separator: str)
         assert parse(LLAMA3, deltas) == ("", [Call("f", f'{{"a": {n}}}') for n in range(3)])
 
 
-@pytest.mark.parametrize("rest", [', {"x": 1}', '{"name": "other"}', ", and so on", "; done"])
+@pytest.mark.parametrize("separator", [";", "; ", ",", "\n;\n", ""])
+@pytest.mark.parametrize("opening", ["", "<|python_tag|>", "So. <|python_tag|>"])
+def test_llama3_marker_after_a_separator_starts_the_next_call(opening: str, separator: str) -> None:
+    call = '{"name": "f", "parameters": {"a": 1}}'
+    text = f"{opening}{call}{separator}<|python_tag|>{call}{separator} <|python_tag|>{call}"
+    for deltas in ([text], list(text)):
+        assert parse(LLAMA3, deltas) == (opening.split("<")[0].rstrip(), [Call("f", '{"a": 1}')] * 3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_call_in_doubled_braces_is_a_call(name: str) -> None:
+    arguments = '{ "a": {"b": "}}"}, "c": {}}'
+    one = f'{{{{"name": "f", "arguments": {arguments}}}}}'
+    two = '{ {"arguments": {{ "a": {{"b": "}}"}}, "c": {{}}}}, "name": "get_weather"} }'
+    text = GOOD[name] % (one, two)
+    calls = [Call("f", arguments), Call("get_weather", arguments)]
+    for deltas in ([text], list(text)):
+        assert parse(FORMATS[name][0], deltas) == ("" if name == "llama3" else "Let me see.", calls)
+
+
+@pytest.mark.parametrize("text", ["{{name}}", "{{", '{{"name": "other"}}', "{{}}", '{"a": {{"name": "f"}}}'])
+def test_llama3_doubled_braces_without_a_call_are_text(text: str) -> None:
+    for deltas in ([text], list(text)):
+        assert parse(LLAMA3, deltas) == (text, [])
+
+
+def test_id_of_a_rejected_call_is_not_that_of_the_next_one() -> None:
+    syntax = replace(MISTRAL, id_open="[CALL_ID]")
+    parser = ToolCallParser(syntax, FUNCTIONS)
+    parsed = parser.push('[TOOL_CALLS]f[CALL_ID]abc no [TOOL_CALLS][{"name": "f", "arguments": {}}]')
+    assert parsed.text == "[TOOL_CALLS]f[CALL_ID]abc no" and parsed.calls[0] == ToolCallDelta(0, "f")
+
+
+@pytest.mark.parametrize(
+    "rest", [', {"x": 1}', '{"name": "other"}', ", and so on", "; done", "; <|python_tag|>no", "; <|py"]
+)
 def test_llama3_text_after_a_call_that_is_no_call_is_text(rest: str) -> None:
     for deltas in ([f'{{"name": "f"}}{rest}'], list(f'{{"name": "f"}}{rest}')):
         assert parse(LLAMA3, deltas) == (rest, [Call("f", "{}")])
