@@ -528,11 +528,13 @@ class GatewayPeers:
             self._asked[number].put_nowait(Answer(number, "", error=encode_error(unreachable_error())))
 
     async def _greet(self) -> None:
-        """Have the other gateways report what runs on them, and drop what has ended meanwhile."""
+        """Have the other gateways report what runs on them, and make up for the messages that were lost."""
         while True:
             with contextlib.suppress(StoreUnavailableError):
                 await self._channel.send(None, msgspec.msgpack.encode(Hello(self._channel.name)))
+                self._hub.report_missed()
                 await self._drop_ended()
+                await self._drop_deleted()
                 return
             await asyncio.sleep(_PAUSE_S)
 
@@ -548,6 +550,14 @@ class GatewayPeers:
             running = set(await self._channel.running_ids()).difference(run.id for run in self._responses.running())
             for owner, conversation_id in self._hub.remove_running(reported - running):
                 self._start_task(self._hub.refresh(self._store, owner, conversation_id))
+
+    async def _drop_deleted(self) -> None:
+        """Do what the deletion of a conversation requires if it was deleted while no message arrived."""
+        for owner, conversation_id in self._responses.conversations() | self._copies.conversations():
+            try:
+                await self._store.get(owner, conversation_id)
+            except NotFoundError:
+                self._on_change(Changed("", owner, conversation_id, None, []))
 
     def _receive(self, data: bytes) -> None:
         try:

@@ -178,6 +178,13 @@ def test_number_of_integers_with_a_fraction_of_zero_is_limited() -> None:
         parse_fields({"values": [1.0] * (MAX_INTEGRAL_FLOATS + 1)}, Counts)
 
 
+@pytest.mark.parametrize("limit", ["0", "101", "-1", "1.5", "x", "000000001" + "9" * 20, "000000001" + "9" * 5000])
+def test_limit_of_a_list_out_of_its_bounds_is_refused(server: Server, limit: str) -> None:
+    status, _, answer = server.request("GET", f"/v1/conversations?limit={limit}")
+    assert (status, answer["error"]["param"]) == (400, "limit")
+    assert answer["error"]["message"] == "limit must be between 1 and 100"
+
+
 def test_response_without_input_is_refused_as_a_missing_parameter(server: Server) -> None:
     without_input: list[dict[str, Any]] = [{}, {"input": []}]
     for body in without_input:

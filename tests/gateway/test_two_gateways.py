@@ -430,6 +430,50 @@ def test_response_that_ends_while_no_message_arrives_is_not_taken_for_running(
 
 
 @pytest.mark.slow
+def test_tab_is_notified_of_changes_that_were_lost_with_the_subscription(
+    store: RedisServer, gateways: tuple[Server, Server]
+) -> None:
+    """The list that it reads then has them."""
+    first, other = gateways
+    ids = [str(first.post("/v1/conversations")[2]["id"]) for _ in range(2)]
+    with tab(other) as socket:
+        send(socket, "conversation.subscribe")
+        until(socket, "conversation.subscribed")
+        with unsubscribed():
+            store.admin.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+            assert first.post(f"/v1/conversations/{ids[0]}", title="renamed")[0] == 200
+            assert first.request("DELETE", f"/v1/conversations/{ids[1]}")[0] == 200
+            ids.append(str(first.post("/v1/conversations")[2]["id"]))
+        until(socket, "conversation.missed")
+        listed = {each["id"]: each["title"] for each in other.request("GET", "/v1/conversations")[2]["data"]}
+    assert [listed.get(each) for each in ids] == ["renamed", None, ""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_deletion_that_was_lost_with_the_subscription_is_made_up_for(
+    store: RedisServer, pair: tuple[Server, Server], has_ended: bool
+) -> None:
+    """A response in the conversation ends, and its log is not found any more, on either gateway."""
+    owner, other = pair
+    response_id = begin(owner)
+    path = f"/v1/responses/{response_id}"
+    if has_ended:
+        hurry(owner)
+        wait_until(lambda: not owner.gateway.responses.running(), "it has ended")
+    conversation_id = other.request("GET", path)[2]["conversation"]["id"]
+    with tab(owner) as socket:
+        send(socket, "conversation.subscribe")
+        with unsubscribed():
+            store.admin.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+            assert other.request("DELETE", f"/v1/conversations/{conversation_id}")[0] == 200
+        assert until(socket, "conversation.deleted")["conversation_id"] == conversation_id
+    wait_until(lambda: not owner.gateway.responses.running(), "it does not run any more")
+    for server in pair:
+        wait_until(lambda server=server: server.request("GET", f"{path}?stream=true")[0] == 404, "no log")  # type: ignore[misc]
+
+
+@pytest.mark.slow
 def test_response_of_a_gateway_that_has_died_is_not_taken_for_running(
     store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from chatcache.gateway.schemas.responses import Page
 
 MAX_LIMIT = 100
 DEFAULT_LIMIT = 20
+_MAX_DIGITS = 9
 ORDERS = ("asc", "desc")
 
 
@@ -43,8 +44,14 @@ class PageQuery:
 
 def parse_limit(text: str) -> int:
     """Parse a `limit` parameter. Raises: InvalidRequestError."""
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LIMIT:
-        raise InvalidRequestError(f"limit must be between 1 and {MAX_LIMIT}", param="limit")
+    return parse_number(text, "limit", 1, MAX_LIMIT)
+
+
+def parse_number(text: str, name: str, minimum: int, maximum: int) -> int:
+    """Parse a number of a path or query. Raises: InvalidRequestError with the bounds."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+    if not is_number or not minimum <= int(text) <= maximum:
+        raise InvalidRequestError(f"{name} must be between {minimum} and {maximum}", param=name)
     return int(text)
 
 

@@ -10,9 +10,9 @@ from starlette.responses import Response
 from chatcache.conversations.alternatives import Alternatives, TokenAlternatives, read_alternatives, read_scores
 from chatcache.conversations.fork_points import require_generated
 from chatcache.conversations.tree import ConversationTree, Item
-from chatcache.errors import InvalidRequestError
 from chatcache.gateway.api.conversations import find_item, message_id_of, store_of
 from chatcache.gateway.api.logprobs import MIN_LOGPROB, token_text
+from chatcache.gateway.api.pagination import parse_number
 from chatcache.gateway.auth.principal import owner_of, principal_of
 from chatcache.gateway.context import gateway_of
 from chatcache.gateway.errors import json_response
@@ -30,7 +30,6 @@ from chatcache.tokenizer.tokenizer import Tokenizer
 from chatcache.types.request import MAX_TOP_LOGPROBS
 
 _DEFAULT_TOP = "8"
-_MAX_DIGITS = 9
 
 
 async def list_tokens(request: Request) -> Response:
@@ -39,7 +38,7 @@ async def list_tokens(request: Request) -> Response:
     With `top`: also the probability of each token and the most likely ones, computed in one pass.
     """
     top = request.query_params.get("top")
-    num_top = None if top is None else _parse_number(top, "top", 0, MAX_TOP_LOGPROBS)
+    num_top = None if top is None else parse_number(top, "top", 0, MAX_TOP_LOGPROBS)
     model = await gateway_of(request).require_model(None)
     tree, item = await _load_message(request)
     spans = await model.conversations.token_offsets(tree, item)
@@ -63,11 +62,11 @@ async def get_token(request: Request) -> Response:
 
     Runs one step, stores nothing.
     """
-    top = _parse_number(request.query_params.get("top", _DEFAULT_TOP), "top", 1, MAX_TOP_LOGPROBS)
+    top = parse_number(request.query_params.get("top", _DEFAULT_TOP), "top", 1, MAX_TOP_LOGPROBS)
     model = await gateway_of(request).require_model(None)
     tree, item = await _load_message(request)
     require_generated(tree, item, "item_id")
-    index = _parse_number(request.path_params["index"], "index", 0, len(item.token_ids) - 1)
+    index = parse_number(request.path_params["index"], "index", 0, len(item.token_ids) - 1)
     async with gateway_of(request).admission.acquire(principal_of(request), RequestCost(0, max_tokens=1)) as permit:
         reply = await Alternatives(model.conversations, model.service).start(tree, item, index)
         permit.attach(reply)
@@ -80,14 +79,6 @@ async def _load_message(request: Request) -> tuple[ConversationTree, Item]:
     item_id = request.path_params["item_id"]
     tree = await store_of(request).load_path(owner_of(request), request.path_params["id"], message_id_of(item_id))
     return tree, find_item(tree, item_id)[0]
-
-
-def _parse_number(text: str, name: str, minimum: int, maximum: int) -> int:
-    """Parse a number of a path or query. Raises: InvalidRequestError with the bounds."""
-    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
-    if not is_number or not minimum <= int(text) <= maximum:
-        raise InvalidRequestError(f"{name} must be between {minimum} and {maximum}", param=name)
-    return int(text)
 
 
 def _message_token(tokenizer: Tokenizer, index: int, look: TokenAlternatives, top: int) -> MessageToken:

@@ -279,6 +279,11 @@ class ResponseRegistry:
         runs = (each.run for each in self._live.values() if owner is None or each.owner == owner)
         return tuple(run for run in runs if run is not None)
 
+    def conversations(self) -> set[tuple[str, str]]:
+        """Return the owner and the id of each conversation that has logs here and is not known to be deleted."""
+        logged = (each for each in (*self._live.values(), *self._ended.values()) if not each.is_deleted)
+        return {(each.owner, found) for each in logged if (found := each.log.conversation_id) is not None}
+
     def remove(self, response_id: str) -> None:
         """Remove the log of an ended response that was deleted."""
         if self._ended.pop(response_id, None) is not None:

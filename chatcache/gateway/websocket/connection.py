@@ -461,8 +461,8 @@ class Connection:
                     else:
                         frame = {"type": "conversation.deleted", "conversation_id": conversation_id}
                     await self._sender.send(frame)
-                if subscription.overflowed:
-                    subscription.overflowed = False
+                if subscription.has_missed:
+                    subscription.has_missed = False
                     await self._sender.send({"type": "conversation.missed", "running": self._running_everywhere()})
         except CLIENT_GONE:
             pass

@@ -38,11 +38,12 @@ class Subscription:
     """Changes not yet sent to one connection: the newest head of each changed conversation.
 
     `None` stands for a deleted conversation. A new head replaces the previous one of the same conversation, so that a
-    stalled reader holds at most `MAX_PENDING_CHANGES`; beyond that the oldest are dropped and `overflowed` is set.
+    stalled reader holds at most `MAX_PENDING_CHANGES`; beyond that the oldest are dropped. `has_missed` is set when
+    changes were dropped, or messages of other gateways may have been lost.
     """
 
     def __init__(self) -> None:
-        self.overflowed = False
+        self.has_missed = False
         self._pending: dict[str, Conversation | None] = {}
         self._has_changes = asyncio.Event()
 
@@ -52,7 +53,11 @@ class Subscription:
         self._pending[conversation_id] = conversation
         if len(self._pending) > MAX_PENDING_CHANGES:
             del self._pending[next(iter(self._pending))]
-            self.overflowed = True
+            self.has_missed = True
+        self._has_changes.set()
+
+    def report_missed(self) -> None:
+        self.has_missed = True
         self._has_changes.set()
 
     async def next(self) -> Mapping[str, Conversation | None]:
@@ -96,6 +101,12 @@ class ConversationHub:
     def receive(self, owner: str, conversation_id: str, conversation: Conversation | None) -> None:
         """Notify the subscriptions of a change that another gateway has made."""
         self._notify(owner, conversation_id, conversation)
+
+    def report_missed(self) -> None:
+        """Notify all subscriptions that changes of other gateways may have been lost."""
+        for subscriptions in self._by_owner.values():
+            for subscription in subscriptions:
+                subscription.report_missed()
 
     async def refresh(self, store: ConversationStore, owner: str, conversation_id: str) -> None:
         """Notify the subscriptions of a conversation in which other responses run than before."""
