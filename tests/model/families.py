@@ -212,6 +212,15 @@ def _nemotron_h() -> Any:
     )
 
 
+def _zamba2() -> Any:
+    """Two hybrid layers share the weights of attention, with adapters of their own."""
+    kinds = ["linear_attention", "hybrid"] * 2
+    mamba = {"mamba_d_state": 16, "n_mamba_heads": 4, "mamba_ngroups": 2, "chunk_size": 8}
+    shared = {"num_mem_blocks": 1, "use_mem_rope": True, "use_shared_attention_adapter": True, "adapter_rank": 8}
+    sizes = {**COMMON, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    return transformers.Zamba2Config(**sizes, **mamba, **shared, layers_block_type=kinds)
+
+
 RECURRENT: dict[str, Family] = {
     "qwen3-next": Family(
         lambda: transformers.Qwen3NextConfig(**LAYERS, **DELTA, **EXPERTS, shared_expert_intermediate_size=32), False
@@ -221,6 +230,7 @@ RECURRENT: dict[str, Family] = {
         lambda: transformers.Qwen3_5MoeTextConfig(**LAYERS, **DELTA, **EXPERTS, shared_expert_intermediate_size=32),
         False,
     ),
+    "olmo-hybrid": Family(lambda: transformers.OlmoHybridConfig(**LAYERS, **DELTA), False),
     "lfm2": Family(lambda: transformers.Lfm2Config(**CONVOLUTION, block_auto_adjust_ff_dim=False), False),
     "lfm2-moe": Family(lambda: transformers.Lfm2MoeConfig(**CONVOLUTION, **EXPERTS, num_dense_layers=2), False),
     "lfm3": Family(lambda: transformers.Lfm3Config(**CONVOLUTION), False),
@@ -241,8 +251,10 @@ RECURRENT: dict[str, Family] = {
         False,
     ),
     "nemotron-h": Family(_nemotron_h, False),
+    "zamba2": Family(_zamba2, False),
 }
 """Families with recurrent or convolution layers."""
+
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.8}
 FAMILIES |= {

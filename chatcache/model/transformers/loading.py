@@ -21,7 +21,14 @@ from chatcache.model.linear import Fp8LinearFactory, Int8LinearFactory, LinearFa
 from chatcache.model.loading.fp8_weights import dequantise_all, read_fp8_format
 from chatcache.model.loading.int_weights import IntWeights, open_weights, read_int_format
 from chatcache.model.loading.weights import is_finite
-from chatcache.model.transformers.attention import ATTENTION_NAME, Pass, Probe, paged_attention, take_over_tuning
+from chatcache.model.transformers.attention import (
+    ATTENTION_NAME,
+    Pass,
+    Probe,
+    paged_attention,
+    share_blocks,
+    take_over_tuning,
+)
 from chatcache.model.transformers.blocks import replace_bases
 from chatcache.model.transformers.experts import replace_experts
 from chatcache.model.transformers.joined_attention import join_attention, record_attention
@@ -123,6 +130,7 @@ def _wrap(
         raise ModelFolderError(f"{where}: {text.model_type} does not run on KV pages: {error}") from error
     install_latent_attention(model)
     take_over_tuning(model)
+    share_blocks(model)
     fuse_modules(model, kernels)
     _join_attention(model, text, kernels)
     if device.type == "cpu":
