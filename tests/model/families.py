@@ -73,6 +73,15 @@ def _gemma4(layers: int, **options: Any) -> Any:
     return transformers.Gemma4TextConfig(**{**GATED, **sizes, **per_layer, **options}, layer_types=kinds)
 
 
+def _gemma3n() -> Any:
+    """Two layers that use the keys of the layers before, and two whose MLPs are sparse."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    per_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 16}
+    sparse = {"activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0], "num_kv_shared_layers": 2}
+    sizes = {**GATED, "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 12, "pad_token_id": 0}
+    return transformers.Gemma3nTextConfig(**sizes, **per_layer, **sparse, layer_types=kinds)
+
+
 def _llama4() -> Any:
     """Three layers in chunks of 32 tokens, one without rotary embedding whose queries are tuned by position."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
@@ -139,6 +148,7 @@ FAMILIES: dict[str, Family] = {
         ),
         native=False,
     ),
+    "gemma3n": Family(_gemma3n, native=False),
     "llama4": Family(_llama4, native=False),
     "ministral3": Family(_ministral3, native=False),
     "nemotron": Family(
