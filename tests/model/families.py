@@ -266,6 +266,17 @@ RECURRENT: dict[str, Family] = {
 """Families with recurrent or convolution layers."""
 
 
+def _longcat_flash() -> Any:
+    """Two attention layers and one of experts in each block; two of the experts return their input."""
+    sizes = {
+        name: value for name, value in DENSE_LATENT.items() if name not in ("num_hidden_layers", "intermediate_size")
+    }
+    experts = {"n_routed_experts": 6, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 32}
+    return transformers.LongcatFlashConfig(
+        **sizes | {"head_dim": 8}, **experts, num_layers=2, ffn_hidden_size=96, q_lora_rank=48
+    )
+
+
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.8}
 FAMILIES |= {
     "deepseek-v3": Family(
@@ -282,6 +293,7 @@ FAMILIES |= {
     ),
     "minicpm3": Family(lambda: transformers.MiniCPM3Config(**DENSE_LATENT, q_lora_rank=48), native=False),
     "youtu": Family(lambda: transformers.YoutuConfig(**DENSE_LATENT, q_lora_rank=48), native=False),
+    "longcat-flash": Family(_longcat_flash, native=False),
     "glm4-moe-lite": Family(
         lambda: transformers.Glm4MoeLiteConfig(**LATENT, q_lora_rank=48, n_group=1, topk_group=1), native=False
     ),
