@@ -73,6 +73,15 @@ def _gemma4(layers: int, **options: Any) -> Any:
     return transformers.Gemma4TextConfig(**{**GATED, **sizes, **per_layer, **options}, layer_types=kinds)
 
 
+def _gemma3n() -> Any:
+    """Two layers that use the keys of the layers before, and two whose MLPs are sparse."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    per_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 16}
+    sparse = {"activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0], "num_kv_shared_layers": 2}
+    sizes = {**GATED, "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 12, "pad_token_id": 0}
+    return transformers.Gemma3nTextConfig(**sizes, **per_layer, **sparse, layer_types=kinds)
+
+
 def _llama4() -> Any:
     """Three layers in chunks of 32 tokens, one without rotary embedding whose queries are tuned by position."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
@@ -139,6 +148,7 @@ FAMILIES: dict[str, Family] = {
         ),
         native=False,
     ),
+    "gemma3n": Family(_gemma3n, native=False),
     "llama4": Family(_llama4, native=False),
     "ministral3": Family(_ministral3, native=False),
     "nemotron": Family(
@@ -212,6 +222,15 @@ def _nemotron_h() -> Any:
     )
 
 
+def _zamba2() -> Any:
+    """Two hybrid layers share the weights of attention, with adapters of their own."""
+    kinds = ["linear_attention", "hybrid"] * 2
+    mamba = {"mamba_d_state": 16, "n_mamba_heads": 4, "mamba_ngroups": 2, "chunk_size": 8}
+    shared = {"num_mem_blocks": 1, "use_mem_rope": True, "use_shared_attention_adapter": True, "adapter_rank": 8}
+    sizes = {**COMMON, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    return transformers.Zamba2Config(**sizes, **mamba, **shared, layers_block_type=kinds)
+
+
 RECURRENT: dict[str, Family] = {
     "qwen3-next": Family(
         lambda: transformers.Qwen3NextConfig(**LAYERS, **DELTA, **EXPERTS, shared_expert_intermediate_size=32), False
@@ -221,6 +240,7 @@ RECURRENT: dict[str, Family] = {
         lambda: transformers.Qwen3_5MoeTextConfig(**LAYERS, **DELTA, **EXPERTS, shared_expert_intermediate_size=32),
         False,
     ),
+    "olmo-hybrid": Family(lambda: transformers.OlmoHybridConfig(**LAYERS, **DELTA), False),
     "lfm2": Family(lambda: transformers.Lfm2Config(**CONVOLUTION, block_auto_adjust_ff_dim=False), False),
     "lfm2-moe": Family(lambda: transformers.Lfm2MoeConfig(**CONVOLUTION, **EXPERTS, num_dense_layers=2), False),
     "lfm3": Family(lambda: transformers.Lfm3Config(**CONVOLUTION), False),
@@ -241,8 +261,21 @@ RECURRENT: dict[str, Family] = {
         False,
     ),
     "nemotron-h": Family(_nemotron_h, False),
+    "zamba2": Family(_zamba2, False),
 }
 """Families with recurrent or convolution layers."""
+
+
+def _longcat_flash() -> Any:
+    """Two attention layers and one of experts in each block; two of the experts return their input."""
+    sizes = {
+        name: value for name, value in DENSE_LATENT.items() if name not in ("num_hidden_layers", "intermediate_size")
+    }
+    experts = {"n_routed_experts": 6, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 32}
+    return transformers.LongcatFlashConfig(
+        **sizes | {"head_dim": 8}, **experts, num_layers=2, ffn_hidden_size=96, q_lora_rank=48
+    )
+
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.8}
 FAMILIES |= {
@@ -260,6 +293,7 @@ FAMILIES |= {
     ),
     "minicpm3": Family(lambda: transformers.MiniCPM3Config(**DENSE_LATENT, q_lora_rank=48), native=False),
     "youtu": Family(lambda: transformers.YoutuConfig(**DENSE_LATENT, q_lora_rank=48), native=False),
+    "longcat-flash": Family(_longcat_flash, native=False),
     "glm4-moe-lite": Family(
         lambda: transformers.Glm4MoeLiteConfig(**LATENT, q_lora_rank=48, n_group=1, topk_group=1), native=False
     ),

@@ -61,6 +61,19 @@ def test_try_type_returns_native_wrapped_and_refused_types() -> None:
     assert refused.runs == "" and "ALiBi" in refused.reason
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("deepseek_v32", "has indexed_attention layers"),
+        ("minimax_m3_vl_text", "has minimax_m3_sparse layers"),
+        ("whisper", "only some layers attend through the registered function"),
+    ],
+)
+def test_try_type_returns_why_a_type_is_refused(name: str, reason: str) -> None:
+    assert try_type(name) == TypeResult("", reason)
+
+
 def test_short_reason_keeps_only_the_reason() -> None:
     message = "/tmp/x/config.json: bert does not run on KV pages: BertSelfAttention is not plain causal attention"
     assert short_reason(message, "bert") == "its attention is not plain causal attention"

@@ -18,7 +18,7 @@ from chatcache.model.decoder import Decoder
 from chatcache.model.runner import Runner
 from chatcache.model.transformers.towers import PREFIXES
 from tests.model.drive import Driver, greedy, make_draws
-from tests.model.families import GATED, VOCAB
+from tests.model.families import EXPERTS, GATED, VOCAB, make_sample
 from tests.model.test_folders import set_config
 
 Load = Callable[..., Runner]
@@ -84,13 +84,12 @@ def _llama4() -> Any:
     return transformers.Llama4Config(text_config=text, vision_config={**PATCHES, **sizes})
 
 
-def _qwen3_5() -> Any:
+def _qwen3_5(kind: Any, **experts: int) -> Any:
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
     sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
     kinds = ["linear_attention", "full_attention", "linear_attention"]
-    return transformers.Qwen3_5Config(
-        text_config={**TEXT, **heads, **sizes, "layer_types": kinds}, vision_config=QWEN_VISION, **QWEN_TOKENS
-    )
+    text = {**TEXT, **heads, **sizes, **experts, "layer_types": kinds}
+    return kind(text_config=text, vision_config=QWEN_VISION, **QWEN_TOKENS)
 
 
 COMPOSITES: dict[str, tuple[Callable[[], Any], bool]] = {
@@ -101,7 +100,11 @@ COMPOSITES: dict[str, tuple[Callable[[], Any], bool]] = {
     "gemma3": (_gemma3, False),
     "gemma4": (_gemma4, False),
     "llama4": (_llama4, False),
-    "qwen3.5": (_qwen3_5, False),
+    "qwen3.5": (lambda: _qwen3_5(transformers.Qwen3_5Config), False),
+    "qwen3.5-moe": (
+        lambda: _qwen3_5(transformers.Qwen3_5MoeConfig, **EXPERTS, shared_expert_intermediate_size=32),
+        False,
+    ),
     "llava": (_llava, True),
 }
 """Name -> config, and whether its text model runs natively."""
@@ -158,6 +161,19 @@ def test_composite_folder_equals_transformers_for_text(
     embeddings = 1 if oracle.get_output_embeddings().weight is text.embed_tokens.weight else 2
     blocks = sum(weight.numel() for each, weight in text.state_dict().items() if "embed_tokens." not in each)
     assert runner.model_info.num_parameters == blocks + embeddings * VOCAB * 64
+
+
+def test_composite_folder_with_a_timm_tower_loads_without_timm(load: Load, tmp_path: Path) -> None:
+    sample = make_sample("gemma3n", tmp_path)
+    tensors = {name.replace("model.", "model.language_model.", 1): weight for name, weight in
+               load_file(tmp_path / "model.safetensors").items()}  # fmt: skip
+    tower = {"model.vision_tower.timm_model.conv_stem.conv.weight": torch.zeros(2)}
+    save_file(tensors | tower, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    kinds = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps({**kinds, "text_config": text, "tie_word_embeddings": False}))
+    found = greedy(load(tmp_path), sample.prompts, len(sample.answers[0]))
+    assert tuple(map(tuple, found)) == sample.answers
 
 
 def test_flat_config_of_a_composite_model_loads(load: Load, tmp_path: Path) -> None:

@@ -132,6 +132,21 @@ def take_over_tuning(model: nn.Module) -> None:
             module.has_tuned_queries = not module.use_rope  # type: ignore[assignment]
 
 
+def share_blocks(model: nn.Module) -> None:
+    """Make the tied attention blocks of Zamba2 one module, which takes the number of its layer from each call."""
+    blocks: dict[int, nn.Module] = {}
+    for module in list(model.modules()):
+        block: Any = getattr(module, "shared_transformer", None)
+        if block is not None:
+            module.shared_transformer = blocks.setdefault(id(block.self_attn.q_proj.weight), block)
+    for block in blocks.values():
+        block.self_attn.register_forward_pre_hook(_take_layer_number, with_kwargs=True)
+
+
+def _take_layer_number(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    module.layer_idx = kwargs["layer_idx"]
+
+
 def _tune(module: Any, query: Tensor, positions: Tensor) -> Tensor:
     """Return the queries [1, H, T, D], scaled by the logarithm of their positions."""
     scales = torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0

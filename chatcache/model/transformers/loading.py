@@ -21,7 +21,14 @@ from chatcache.model.linear import Fp8LinearFactory, Int8LinearFactory, LinearFa
 from chatcache.model.loading.fp8_weights import dequantise_all, read_fp8_format
 from chatcache.model.loading.int_weights import IntWeights, open_weights, read_int_format
 from chatcache.model.loading.weights import is_finite
-from chatcache.model.transformers.attention import ATTENTION_NAME, Pass, Probe, paged_attention, take_over_tuning
+from chatcache.model.transformers.attention import (
+    ATTENTION_NAME,
+    Pass,
+    Probe,
+    paged_attention,
+    share_blocks,
+    take_over_tuning,
+)
 from chatcache.model.transformers.blocks import replace_bases
 from chatcache.model.transformers.experts import replace_experts
 from chatcache.model.transformers.joined_attention import join_attention, record_attention
@@ -119,10 +126,12 @@ def _wrap(
     try:
         experts = replace_experts(model, kernels, make_linear)
         mixers = replace_mixers(model)
+        _check_layer_kinds(text, mixers)
     except ValueError as error:
         raise ModelFolderError(f"{where}: {text.model_type} does not run on KV pages: {error}") from error
     install_latent_attention(model)
     take_over_tuning(model)
+    share_blocks(model)
     fuse_modules(model, kernels)
     _join_attention(model, text, kernels)
     if device.type == "cpu":
@@ -189,6 +198,15 @@ def _windows_of_mask(model: Any, text: Any, probe: Probe) -> dict[int, int]:
     return {layer: int(window) for layer in layers if probe.windows.get(layer, window) is None}
 
 
+def _check_layer_kinds(text: Any, mixers: list[Mixer]) -> None:
+    """Raise ValueError for a layer of an unknown kind that no mixer replaces."""
+    mixed = {mixer.layer_idx for mixer in mixers}
+    kinds = getattr(text, "layer_types", None) or ()
+    for layer, kind in enumerate(kinds[: text.num_hidden_layers]):
+        if layer not in mixed and kind not in LAYER_KINDS | TOKEN_KINDS:
+            raise ValueError(f"has {kind} layers")
+
+
 def _find_unknown_layers(text: Any, probe: Probe, mixers: list[Mixer]) -> str:
     """Return which layers of a model are not known to run on pages and states, "" if all are.
 
@@ -197,10 +215,8 @@ def _find_unknown_layers(text: Any, probe: Probe, mixers: list[Mixer]) -> str:
     kinds = list(getattr(text, "layer_types", None) or ())
     mixed = {mixer.layer_idx for mixer in mixers}
     for layer in set(range(text.num_hidden_layers)) - mixed:
-        kind = kinds[layer] if layer < len(kinds) else ""
-        if kind and kind not in LAYER_KINDS | TOKEN_KINDS:
-            return f"has {kind} layers"
-        if layer not in probe.layers and kind not in TOKEN_KINDS:
+        is_token_layer = layer < len(kinds) and kinds[layer] in TOKEN_KINDS
+        if layer not in probe.layers and not is_token_layer:
             num_known = len(mixed | probe.layers.keys())
             return f"{num_known} of {text.num_hidden_layers} layers attend through the registered function"
     return "" if probe.layers else "none of its layers attends"
@@ -212,7 +228,8 @@ def _max_position(text: Any) -> int:
     transformers switches `longrope` and `dynamic` frequencies once a sequence outgrows the original context; cached
     keys cannot be rotated again, so that context is the limit.
     """
-    longest = int(getattr(text, "max_position_embeddings", None) or 2048)
+    names = "max_position_embeddings", "max_target_positions"
+    longest = next((int(value) for name in names if (value := getattr(text, name, None))), 2048)
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     for one in kinds:

@@ -5,8 +5,9 @@ flattened, [1, T], and each row names a slot of the `StateStep`. A module is the
 same from the same weights with the kernels of the step; projections and norms stay those of transformers. Three kinds
 of layers cover the families:
 
-    gated delta rule    Qwen3-Next, Qwen3.5                           states: convolution tail, matrix per value head
-    Mamba-2             Bamba, Falcon-H1, Granite 4, Nemotron-H       states: convolution tail, matrix per head
+    gated delta rule    Qwen3-Next, Qwen3.5, OLMo Hybrid              states: convolution tail, matrix per value head
+    Mamba-2             Bamba, Falcon-H1, Granite 4, Nemotron-H,      states: convolution tail, matrix per head
+                        Zamba2
     short convolution   LFM2, LFM3                                    states: convolution tail
 
 Source: Yang et al., "Gated Delta Networks", ICLR 2025; Dao and Gu, "Transformers are SSMs", ICML 2024.
@@ -73,9 +74,9 @@ class Mixer(nn.Module):
 
 
 class GatedDeltaNet(Mixer):
-    """The gated delta rule of Qwen3-Next and Qwen3.5.
+    """The gated delta rule of Qwen3-Next, Qwen3.5 and OLMo Hybrid.
 
-    The four input projections are one: queries, keys and values, as the convolution reads them | z | b | a.
+    The input projections are one: queries, keys and values, as the convolution reads them | z | b | a.
     """
 
     def __init__(self, source: Any, first_state: int) -> None:
@@ -85,9 +86,11 @@ class GatedDeltaNet(Mixer):
         self.widths = [source.conv_dim, source.value_dim, source.num_v_heads, source.num_v_heads]
         self.conv_widths = [source.key_dim, source.key_dim, source.value_dim]
         self.in_proj = _join_projections(source)
-        if getattr(source.norm, "activation", "silu") != "silu":
-            raise ValueError(f"a norm gated by {source.norm.activation!r} is not supported")
-        self.norm, self.out_proj = source.norm, source.out_proj
+        self.norm = source.o_norm if hasattr(source, "o_norm") else source.norm
+        self.out_proj = source.o_proj if hasattr(source, "o_proj") else source.out_proj
+        if getattr(self.norm, "activation", "silu") != "silu":
+            raise ValueError(f"a norm gated by {self.norm.activation!r} is not supported")
+        self.max_beta = 2.0 if getattr(source, "allow_neg_eigval", False) else 1.0
         self.decay = nn.Parameter(-source.A_log.detach().float().exp(), requires_grad=False)
         self.dt_bias = nn.Parameter(source.dt_bias.detach().float(), requires_grad=False)
         memory = StateShape((self.num_v_heads, self.head_k_dim, self.head_v_dim), torch.float32)
@@ -96,13 +99,13 @@ class GatedDeltaNet(Mixer):
     def _mix(self, x: Tensor, step: AttentionStep) -> Tensor:
         qkv, z, b, a = torch.split(self.in_proj(x), self.widths, dim=-1)
         q, k, v = torch.split(self._convolve(qkv, step), self.conv_widths, dim=-1)
-        states = _states(step)
+        states, beta = _states(step), b.sigmoid()
         mixed = step.kernels.gated_delta_rule(
             q.reshape(-1, self.num_k_heads, self.head_k_dim),
             k.reshape(-1, self.num_k_heads, self.head_k_dim),
             v.reshape(-1, self.num_v_heads, self.head_v_dim),
             self.decay * functional.softplus(a.float() + self.dt_bias),
-            b.sigmoid(),
+            beta if self.max_beta == 1.0 else beta * self.max_beta,
             states.update(self.first_state + 1),
             states.slots,
             step.batch.offsets,
@@ -130,7 +133,7 @@ class ShortConvolution(Mixer):
 
 
 class Mamba2(Mixer):
-    """The Mamba-2 layer of Bamba, Falcon-H1, Granite 4 and Nemotron-H.
+    """The Mamba-2 layer of Bamba, Falcon-H1, Granite 4, Nemotron-H and Zamba2.
 
     transformers limits the time step of prompts only; here the limit holds for every token, so that a token's state
     does not depend on whether it was part of a prompt.
@@ -186,6 +189,7 @@ MIXERS: dict[str, Callable[[Any, int], Mixer]] = {
     "Qwen3NextGatedDeltaNet": GatedDeltaNet,
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
     "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
+    "OlmoHybridGatedDeltaNet": GatedDeltaNet,
     "Lfm2ShortConv": ShortConvolution,
     "Lfm2MoeShortConv": ShortConvolution,
     "Lfm3ShortConv": ShortConvolution,
@@ -193,6 +197,7 @@ MIXERS: dict[str, Callable[[Any, int], Mixer]] = {
     "FalconH1Mixer": Mamba2,
     "GraniteMoeHybridMambaLayer": Mamba2,
     "NemotronHMamba2Mixer": Mamba2,
+    "Zamba2MambaMixer": Mamba2,
 }
 """The replacement of each module, by its class in transformers."""
 
@@ -231,9 +236,11 @@ def _join_projections(source: Any) -> nn.Linear:
 
     Qwen3-Next stores them per key head, as q k v z and as b a.
     """
-    if hasattr(source, "in_proj_qkv"):
-        parts = [source.in_proj_qkv, source.in_proj_z, source.in_proj_b, source.in_proj_a]
-        weight = torch.cat([part.weight.detach() for part in parts])
+    names = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
+    if hasattr(source, "q_proj"):
+        names = ["q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"]
+    if hasattr(source, names[0]):
+        weight = torch.cat([getattr(source, name).weight.detach() for name in names])
     else:
         qkvz, ba = source.in_proj_qkvz.weight.detach(), source.in_proj_ba.weight.detach()
         heads, ratio = source.num_k_heads, source.num_v_heads // source.num_k_heads

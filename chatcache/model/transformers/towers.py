@@ -42,6 +42,8 @@ PLAIN_FAMILIES = {
 """The native family that a text model equals if it reads text alone."""
 REQUIRED = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
 TEXT_MODULES = ("language_model", "text_model")
+TIMM_TYPES = ("gemma3n",)
+"""Composite models with a tower of `timm`; the class of their text model reads the tensors of the composite model."""
 
 
 class TowerWeights:
@@ -139,6 +141,8 @@ def text_only_class(config: Any) -> tuple[Any, Any]:
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
+    if config.model_type in TIMM_TYPES:
+        config = config.get_text_config()
     kinds = (auto._model_mapping.get(type(config), None) for auto in (
         AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
     ))  # fmt: skip
