@@ -193,7 +193,7 @@ def test_a_call_with_an_argument_of_another_type_raises_an_error_that_names_it(l
 
 
 @pytest.mark.parametrize("field", ["stop", "stop_token_ids", "bad_words", "bad_words_ids", "allowed_token_ids"])
-@pytest.mark.parametrize("value", [object(), 1.5, b"x", {1: 2}], ids=repr)
+@pytest.mark.parametrize("value", [object(), 1.5, b"x", {1: 2}], ids=lambda value: type(value).__name__)
 def test_params_with_a_list_field_of_another_type_raise_an_error_that_names_it(field: str, value: Any) -> None:
     fields: dict[str, Any] = {field: value}
     with pytest.raises(InvalidRequestError, match=f"{field} must be a list, got {re.escape(repr(value))}") as caught:
