@@ -9,9 +9,9 @@ prompt of 2,048 tokens (SmolLM2-135M shape), 12 % of its time. `reuse_freed_memo
 
 The KV pages of a CPU model get physical memory on their first write. That write is slow: the system clears the memory,
 and a virtual machine may have to request it from its host (measured: 1 GiB took 2.4 s). `PagePrefaulter` therefore
-prefaults pages ahead of their use, in a thread that works while no step runs. During steps it would take a core, and it
-holds locks of the system's memory management: next to two busy programs on two cores, 16 prompts of 64 tokens took up
-to 7 s instead of 1.5, whatever the priority of the thread.
+prefaults pages ahead of their use, in a thread that works while no step runs. During steps it would take a core, and
+steps waited for it, presumably for locks of the system's memory management: next to two busy programs on two cores, 16
+prompts of 64 tokens took up to 7 s instead of 1.5, whatever the priority of the thread.
 """
 
 from __future__ import annotations
