@@ -79,8 +79,14 @@ class _Window:
     cpu_s: float = 0.0
     steps: dict[Hashable, tuple[int, float]] = field(default_factory=dict)
 
+    def idle_cores(self, following: _Window) -> float | None:
+        """Return how many cores had no thread, on average until the next window began; None if unknown."""
+        if self.idle_s is None or following.idle_s is None:
+            return None
+        return (following.idle_s - self.idle_s) / (following.start_s - self.start_s)
+
     def speed_relative_to(self, before: _Window) -> float:
-        """Return how many times as fast these steps were as those of another window of the same size."""
+        """Return how many times as fast these steps were as those of the same sizes in another window."""
         common = self.steps.keys() & before.steps.keys()
         if not common:
             return self.cpu_s * before.wall_s / (self.wall_s * before.cpu_s) if before.cpu_s else 1.0
@@ -123,7 +129,7 @@ class ThreadCount:
         self._has_logged = False
 
     @contextmanager
-    def step(self, size: Hashable = None) -> Iterator[None]:
+    def step(self, size: Hashable) -> Iterator[None]:
         """Measure one step, and change the number of threads after it. Steps of equal `size` have about equal work."""
         if len(self._counts) == 1:
             yield
@@ -139,23 +145,18 @@ class ThreadCount:
             count, seconds = window.steps.get(size, (0, 0.0))
             window.steps[size] = count + 1, seconds + now_s - wall_s
             if window.wall_s >= WINDOW_S:
-                following = self._window = self._begin()
-                waiting = (following.delay_s - window.delay_s) / window.wall_s
-                idle: float | None = None
-                if following.idle_s is not None and window.idle_s is not None:
-                    idle = (following.idle_s - window.idle_s) / (following.start_s - window.start_s)
-                self._evaluate(now_s, window, waiting, idle)
+                self._window = self._begin()
+                self._evaluate(window, self._window)
 
     def _begin(self) -> _Window:
         return _Window(self._clock(), self._run_delay(), self._idle())
 
-    def _evaluate(self, now_s: float, window: _Window, waiting: float, idle: float | None) -> None:
-        """End a trial, or begin one.
-
-        `waiting`: threads that had no core, on average; `idle`: cores that had no thread, None if unknown.
-        """
+    def _evaluate(self, window: _Window, following: _Window) -> None:
+        """End a trial, or begin one, after the steps of `window`; `following` begins where they end."""
         if self._get_threads() != self.count:
             return  # the application has chosen a number
+        now_s = following.start_s
+        waiting = (following.delay_s - window.delay_s) / window.wall_s
         trial, self._trial = self._trial, None
         if trial is not None:
             is_kept = self._is_kept(trial, window, waiting)
@@ -167,7 +168,7 @@ class ThreadCount:
                 self._has_logged = True
                 log.info("other programs use the CPU: computing with %d of %d threads", self.count, self._counts[-1])
         elif now_s >= self._next_trial_s:
-            count = self._other_count(waiting, idle)
+            count = self._other_count(waiting, window.idle_cores(following))
             if count != self.count:
                 self._trial = _Trial(self.count, window)
                 self._use(count)

@@ -93,8 +93,10 @@ def test_static_split_next_to_a_busy_process_uses_one_thread_less_and_logs_once(
     ]
 
 
-def test_threads_return_after_the_busy_process_has_ended() -> None:
+@pytest.mark.parametrize("counts_idle", [True, False])
+def test_threads_return_after_the_busy_process_has_ended(counts_idle: bool) -> None:
     machine = Machine(2, balanced=False)
+    machine.counts_idle = counts_idle
     threads = machine.controller()
     machine.num_others = 1
     machine.run(threads, 60)
@@ -102,17 +104,6 @@ def test_threads_return_after_the_busy_process_has_ended() -> None:
     machine.run(threads, MAX_HOLD_S + 2 * WINDOW_S)
     assert threads.count == 2
     assert machine.run(threads, 60)[2] == pytest.approx(1.0, abs=1e-3)
-
-
-def test_threads_return_where_idle_time_is_not_counted() -> None:
-    machine = Machine(2, balanced=False)
-    machine.counts_idle = False
-    threads = machine.controller()
-    machine.num_others = 1
-    machine.run(threads, 60)
-    machine.num_others = 0
-    machine.run(threads, MAX_HOLD_S + 2 * WINDOW_S)
-    assert threads.count == 2
 
 
 def test_threads_return_even_if_the_work_cannot_use_them() -> None:
@@ -205,7 +196,7 @@ def test_number_set_by_the_application_is_kept() -> None:
 
 def test_step_that_raises_is_measured_and_raises() -> None:
     machine = Machine(2, balanced=False)
-    with pytest.raises(ValueError, match="plan"), machine.controller().step():
+    with pytest.raises(ValueError, match="plan"), machine.controller().step(1):
         raise ValueError("plan")
 
 
@@ -244,7 +235,7 @@ def test_engine_measures_every_step(
             made.append(self)
 
         @contextmanager
-        def step(self, size: Hashable = None) -> Iterator[None]:
+        def step(self, size: Hashable) -> Iterator[None]:
             self.num_steps += 1
             with super().step(size):
                 yield
