@@ -1,7 +1,7 @@
 import { describe, expect, it, vi } from "vitest";
 import { DEFAULT_SAMPLING, defaultSystem, parseSchema, sampling, systemPrompt } from "../src/app/settings";
 import { requestFields } from "../src/chat/request";
-import { calls, chat, leaf, openChat, replies, reply, sent, streamId, texts } from "./chatPage";
+import { CREATED, calls, chat, leaf, openChat, replies, reply, sent, streamId, texts } from "./chatPage";
 import { FakeSocket } from "./fakes";
 
 openChat();
@@ -41,8 +41,7 @@ describe("Chat", () => {
   it("shows the whole text after a snapshot frame", () => {
     chat.send("Hello");
     const push = (frame: object) => FakeSocket.last.push({ stream_id: streamId(), ...frame });
-    const response = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" } };
-    push({ type: "response.created", response: { ...response, input_item_ids: ["msg_u1"] } });
+    push({ type: "response.created", response: CREATED });
     const text = "Hi the";
     push({ type: "response.snapshot", outputs: [{ item_id: "msg_a10", output_index: 0, type: "message", text }] });
     push({ type: "response.output_text.delta", output_index: 0, delta: "re" });
@@ -53,7 +52,7 @@ describe("Chat", () => {
       type: "response.snapshot",
       outputs: [{ item_id: "msg_a10", output_index: 0, type: "message", text: "Hi there!" }],
     });
-    push({ type: "response.completed", response: { ...response, status: "completed" } });
+    push({ type: "response.completed", response: { ...CREATED, status: "completed" } });
     expect(texts()).toEqual(["Hello", "Hi there!"]);
     expect(leaf().status.value).toBe("done");
   });

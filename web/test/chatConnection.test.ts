@@ -1,6 +1,19 @@
 import { beforeEach, describe, expect, it, vi } from "vitest";
 import { Chat } from "../src/chat/chat";
-import { calls, chat, leaf, openChat, replies, reply, sent, statuses, streamId, texts } from "./chatPage";
+import {
+  beginReply,
+  CREATED,
+  calls,
+  chat,
+  leaf,
+  openChat,
+  replies,
+  reply,
+  sent,
+  statuses,
+  streamId,
+  texts,
+} from "./chatPage";
 import { FakeSocket } from "./fakes";
 
 openChat();
@@ -9,8 +22,7 @@ describe("A chat whose server is away", () => {
   it("shows the stored answer if the response cannot be resumed after a reconnect", async () => {
     chat.send("One");
     const stream_id = streamId();
-    const created = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u1"] };
-    FakeSocket.last.push({ type: "response.created", stream_id, response: created });
+    FakeSocket.last.push({ type: "response.created", stream_id, response: CREATED });
     FakeSocket.last.close();
     expect(chat.socket.state.value).toBe("lost");
     const content = (text: string) => [{ type: "text", text }];
@@ -41,11 +53,7 @@ describe("A chat whose server is away", () => {
   it("keeps the words that a killed server has not stored", async () => {
     chat.send("One");
     const stream_id = streamId();
-    const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
-    const created = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u1"] };
-    push({ type: "response.created", response: created });
-    push({ type: "response.output_item.added", output_index: 0, item: { id: "msg_a1" } });
-    push({ type: "response.output_text.delta", output_index: 0, delta: "stored and seen" });
+    beginReply("stored and seen");
     await vi.advanceTimersByTimeAsync(100);
     const content = (text: string) => [{ type: "text", text }];
     const common = { response_id: "resp_1", index: 0, num_tokens: 1, created_at: 0 };
@@ -81,11 +89,7 @@ describe("A chat whose server is away", () => {
   it("goes on after the last stored message when the server lost the answer", async () => {
     chat.send("One");
     const stream_id = streamId();
-    const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
-    const created = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u1"] };
-    push({ type: "response.created", response: created });
-    push({ type: "response.output_item.added", output_index: 0, item: { id: "msg_a1" } });
-    push({ type: "response.output_text.delta", output_index: 0, delta: "half" });
+    beginReply("half");
     const user = { id: "msg_u1", role: "user", parent_id: null, response_id: "resp_1", status: "completed" };
     replies["/v1/conversations/conv_1"] = { id: "conv_1", active_leaf: "msg_u1", updated_at: 1 };
     replies["/v1/conversations/conv_1/items"] = { data: [{ ...user, content: [{ type: "text", text: "One" }] }] };
@@ -106,13 +110,7 @@ describe("A chat whose server is away", () => {
     chat.send("One");
     const stream_id = streamId();
     const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
-    const response = {
-      id: "resp_1",
-      status: "in_progress",
-      conversation: { id: "conv_1" },
-      input_item_ids: ["msg_u1"],
-    };
-    push({ type: "response.created", sequence_number: 0, response });
+    push({ type: "response.created", sequence_number: 0, response: CREATED });
     push({ type: "response.output_item.added", sequence_number: 1, output_index: 0, item: { id: "msg_a1" } });
     push({ type: "response.output_text.delta", sequence_number: 2, output_index: 0, delta: "wh" });
     replies["/v1/conversations"] = { data: [], has_more: false, last_id: null };
@@ -122,7 +120,7 @@ describe("A chat whose server is away", () => {
     expect(sent()).toEqual({ type: "response.resume", response_id: "resp_1", starting_after: 2, stream_id });
     push({ type: "response.resumed", response_id: "resp_1", status: "in_progress", sequence_number: 9 });
     push({ type: "response.output_text.delta", sequence_number: 3, output_index: 0, delta: "ole" });
-    push({ type: "response.completed", sequence_number: 4, response: { ...response, status: "completed" } });
+    push({ type: "response.completed", sequence_number: 4, response: { ...CREATED, status: "completed" } });
     await vi.advanceTimersByTimeAsync(20);
     expect(texts()).toEqual(["One", "whole"]);
     expect(leaf().status.value).toBe("done");
@@ -130,7 +128,6 @@ describe("A chat whose server is away", () => {
   });
 
   describe("a message whose receipt the lost connection has not confirmed", () => {
-    const created = { id: "resp_1", status: "in_progress", conversation: { id: "conv_1" }, input_item_ids: ["msg_u1"] };
     let first: Record<string, unknown>;
 
     beforeEach(async () => {
@@ -154,7 +151,7 @@ describe("A chat whose server is away", () => {
 
     it("can be stopped before it is confirmed", () => {
       chat.stop();
-      FakeSocket.last.push({ type: "response.created", stream_id: streamId(), response: created });
+      FakeSocket.last.push({ type: "response.created", stream_id: streamId(), response: CREATED });
       expect(sent()).toEqual({ type: "response.cancel", response_id: "resp_1" });
     });
 
@@ -211,7 +208,7 @@ describe("A chat whose server is away", () => {
     it("is shown as it is stored if its events have expired", async () => {
       const stored = { status: "completed", response_id: "resp_1", index: 0, num_tokens: 1, created_at: 0 };
       const content = (text: string) => [{ type: "text", text }];
-      replies["/v1/responses"] = { ...created, status: "completed" };
+      replies["/v1/responses"] = { ...CREATED, status: "completed" };
       replies["/v1/conversations/conv_1"] = { id: "conv_1", active_leaf: "msg_a1", updated_at: 1, rev: 2 };
       replies["/v1/conversations/conv_1/items"] = {
         data: [

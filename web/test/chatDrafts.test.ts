@@ -4,7 +4,20 @@ import type { Attachment } from "../src/chat/attachments";
 import { Chat } from "../src/chat/chat";
 import { QUESTION_EDITOR } from "../src/chat/drafts";
 import type { Message } from "../src/chat/tree";
-import { chat, leaf, openChat, replies, reply, sent, statuses, storedDrafts, streamId, texts } from "./chatPage";
+import {
+  beginReply,
+  CREATED,
+  chat,
+  leaf,
+  openChat,
+  replies,
+  reply,
+  sent,
+  statuses,
+  storedDrafts,
+  streamId,
+  texts,
+} from "./chatPage";
 import { FakeSocket } from "./fakes";
 
 openChat();
@@ -14,18 +27,11 @@ describe("Unsent texts of a chat", () => {
     chat.send("One");
     const stream_id = streamId();
     const push = (frame: object) => FakeSocket.last.push({ stream_id, ...frame });
-    const response = {
-      id: "resp_1",
-      status: "in_progress",
-      conversation: { id: "conv_1" },
-      input_item_ids: ["msg_u1"],
-    };
-    push({ type: "response.created", response });
-    push({ type: "response.output_item.added", output_index: 0, item: { id: "msg_a1" } });
+    beginReply();
     chat.send("Two");
     expect(sent()).toEqual({ type: "response.cancel", response_id: "resp_1", reason: "steered" });
     push({ type: "response.output_item.done", output_index: 0, item: { id: "msg_a1", finish_reason: "cancelled" } });
-    push({ type: "response.incomplete", response: { ...response, status: "cancelled" } });
+    push({ type: "response.incomplete", response: { ...CREATED, status: "cancelled" } });
     expect(sent()).toMatchObject({ previous_item_id: "msg_a1", input: [{ role: "user", content: "Two" }] });
     const path = chat.thread.value.tree.value.path.value;
     expect(path.map(({ status }) => status.value)).toEqual(["done", "steered", "done", "waiting"]);

@@ -30,6 +30,22 @@ export function openChat(): void {
 export const sent = () => FakeSocket.last.sent.at(-1)!;
 export const streamId = () => sent().stream_id as string;
 
+/** The response of the first message, as the server has created it. */
+export const CREATED = {
+  id: "resp_1",
+  status: "in_progress",
+  conversation: { id: "conv_1" },
+  input_item_ids: ["msg_u1"],
+};
+
+/** Send the first frames of that response, with the beginning of its text. */
+export function beginReply(text = ""): void {
+  const stream_id = streamId();
+  FakeSocket.last.push({ type: "response.created", stream_id, response: CREATED });
+  FakeSocket.last.push({ type: "response.output_item.added", stream_id, output_index: 0, item: { id: "msg_a1" } });
+  if (text) FakeSocket.last.push({ type: "response.output_text.delta", stream_id, output_index: 0, delta: text });
+}
+
 /** Send the frames of one response with these texts as candidates. */
 export function reply(texts: readonly string[], name = "1", finish: "completed" | "cancelled" = "completed"): void {
   const stream_id = streamId();
